@@ -1,0 +1,334 @@
+"""Train on CPUs, over gloo, with NVIDIA's trainer unchanged: the embedded default, the demo and CI.
+
+The trainer asks torch.cuda for its device, streams, memory figures and random states. Here torch.cuda answers as one GPU whose
+memory is the host's: there is one stream, everything on it is finished when the call returns, and its random generator is the
+CPU's. What Megatron itself does that only a GPU, NCCL or Transformer Engine can do is replaced by something equal. Each
+replacement says who needs it. The order is:
+
+    os.environ.update(environment())            before torch is imported
+    sys.argv[1:] += default_flags(sys.argv[1:])  refuses flags that ask for a GPU
+    install()                                    before megatron.training is imported
+
+Nothing else in the project asks which device it runs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import os
+import sys
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # Megatron compiles its small kernels; on a CPU that costs minutes and gains nothing
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # validate_args demands it where tensor or sequence parallelism is on
+    "OMP_NUM_THREADS": "1",  # many ranks share one host
+}
+
+# The compute capability reported: Ampere, the oldest on which Megatron allows bf16.
+CAPABILITY = (8, 0)
+
+# Flags without which the trainer would call a GPU kernel or NCCL, with their values.
+CPU_FLAGS: dict[str, str | None] = {
+    "--distributed-backend": "gloo",
+    "--transformer-impl": "local",
+    "--attention-backend": "unfused",
+    "--use-cpu-initialization": None,
+    "--no-gradient-accumulation-fusion": None,
+    "--no-masked-softmax-fusion": None,
+    "--no-bias-dropout-fusion": None,
+    "--no-bias-gelu-fusion": None,
+    "--no-bias-swiglu-fusion": None,
+    "--no-rope-fusion": None,
+    "--no-persist-layer-norm": None,
+}
+
+
+def needed() -> bool:
+    """Whether this process has no GPU at all. A GPU that torch cannot use is a fault to report, not a reason to train on CPU."""
+    import torch
+
+    if getattr(torch.cuda, "_deadpool_cpu_device", False):
+        return True
+    if torch.cuda.is_available():
+        return False
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    return hidden or not glob.glob("/dev/nvidia[0-9]*")
+
+
+def environment() -> dict[str, str]:
+    """Variables that a worker needs before it imports torch. What the user has set already stays."""
+    return {name: os.environ.get(name, value) for name, value in CPU_ENVIRONMENT.items()}
+
+
+def default_flags(argv: list[str]) -> list[str]:
+    """Flags to append to argv so that the trainer runs without a GPU; those that the user gave are left out."""
+    given = {word.split("=", 1)[0] for word in argv}
+    flags: list[str] = []
+    for flag, value in CPU_FLAGS.items():
+        if flag not in given:
+            flags += [flag] if value is None else [flag, value]
+    if "--eval-interval" not in given:
+        flags += ["--eval-interval", "1000"]
+    return flags
+
+
+class Stream:
+    """The only stream: what is put on it has run when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+
+class Event:
+    """An event on the only stream: it has always happened already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+def install() -> None:
+    """Make the unchanged trainer run on this host's CPUs. Once per process, before megatron.training is imported."""
+    import torch
+
+    if getattr(torch.cuda, "_deadpool_cpu_device", False):
+        return
+    for name, value in environment().items():
+        os.environ[name] = value
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if dynamo is not None:
+        dynamo.disable = True
+    _answer_device_queries(torch)
+    _answer_streams(torch)
+    _answer_memory_queries(torch)
+    _share_random_generator(torch)
+    _place_tensors(torch)
+    _name_tensor_types(torch)
+    _skip_graph_capture_checks(torch)
+    _patch_megatron(torch)
+    torch.cuda._deadpool_cpu_device = True
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for a call that has nothing to do on a CPU."""
+
+
+def _answer(value: Any) -> Any:
+    """A function that always answers this."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return answer
+
+
+def _answer_device_queries(torch: Any) -> None:
+    """initialize_megatron demands CUDA; almost every module asks for current_device() to create a tensor there."""
+    cuda = torch.cuda
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    properties = SimpleNamespace(
+        name="cpu",
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        total_memory=total,
+        multi_processor_count=os.cpu_count() or 1,
+        uuid="cpu",
+    )
+    cuda.is_available = _answer(True)
+    cuda.is_initialized = _answer(True)
+    cuda.device_count = _answer(1)
+    cuda.current_device = _answer(torch.device("cpu"))
+    cuda.set_device = _nothing
+    cuda.device = contextlib.nullcontext
+    cuda.get_device_name = _answer("cpu")
+    cuda.get_device_capability = _answer(CAPABILITY)
+    cuda.get_device_properties = _answer(properties)
+    cuda._lazy_init = _nothing
+
+
+def _answer_streams(torch: Any) -> None:
+    """Streams, events and NVTX ranges: DDP, the pipeline schedules, timers and data loading use them."""
+    cuda = torch.cuda
+    only = Stream()
+    cuda.Stream = Stream
+    cuda.Event = Event
+    cuda.current_stream = _answer(only)
+    cuda.default_stream = _answer(only)
+    cuda.stream = contextlib.nullcontext
+    cuda.set_stream = _nothing
+    cuda.synchronize = _nothing
+    cuda.is_current_stream_capturing = _answer(False)
+    cuda.nvtx.range_push = _nothing
+    cuda.nvtx.range_pop = _nothing
+    torch.Tensor.record_stream = _nothing
+
+
+def _answer_memory_queries(torch: Any) -> None:
+    """report_memory and training_log print these; 0 where a CPU has no such figure."""
+    cuda = torch.cuda
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, _answer(0))
+    for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats"):
+        setattr(cuda, name, _nothing)
+
+    def memory_stats(*args: Any) -> dict[str, int]:
+        return defaultdict(int)
+
+    def mem_get_info(*args: Any) -> tuple[int, int]:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+
+    cuda.memory_stats = memory_stats
+    cuda.mem_get_info = mem_get_info
+
+
+def _share_random_generator(torch: Any) -> None:
+    """The GPU's generator is the CPU's default one, which is what dropout on a CPU draws from.
+
+    On a GPU the two are apart: what a data loader draws for its seed when it is opened does not move the numbers that
+    dropout gets. Here that draw has to be undone, else TP ranks (only the first opens a loader) would drop different
+    elements, and a run continued from a checkpoint (which opens it later) would not repeat the run that never stopped.
+    """
+    cuda = torch.cuda
+
+    def get_rng_state(device: Any = "cuda") -> Any:
+        return torch.get_rng_state()
+
+    def set_rng_state(new_state: Any, device: Any = "cuda") -> None:
+        torch.set_rng_state(new_state)
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))  # torch.manual_seed would call this again
+
+    for module in (cuda, cuda.random):
+        module.get_rng_state = get_rng_state
+        module.set_rng_state = set_rng_state
+        module.get_rng_state_all = lambda: [torch.get_rng_state()]
+        module.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
+        module.manual_seed = manual_seed
+        module.manual_seed_all = _nothing  # torch.manual_seed calls it after seeding the same generator
+        module.initial_seed = torch.initial_seed
+
+    loader = torch.utils.data.DataLoader
+    opened = loader.__iter__
+
+    @functools.wraps(opened)
+    def keep_generator(self: Any) -> Any:
+        state = torch.get_rng_state()
+        try:
+            return opened(self)
+        finally:
+            torch.set_rng_state(state)
+
+    loader.__iter__ = keep_generator
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and not isinstance(device, bool) and str(device).startswith("cuda")
+
+
+def _place_tensors(torch: Any) -> None:
+    """Tensors that are created on, or moved to, "cuda" stay on the CPU. Page-locked memory is ordinary memory."""
+    cpu = torch.device("cpu")
+
+    def placed(factory: Any) -> Any:
+        @functools.wraps(factory)
+        def create(*args: Any, **kwargs: Any) -> Any:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = cpu
+            return factory(*args, **kwargs)
+
+        return create
+
+    for name in (
+        "tensor as_tensor empty empty_like empty_strided zeros zeros_like ones ones_like full full_like "
+        "arange linspace eye rand rand_like randn randn_like randint randperm"
+    ).split():
+        setattr(torch, name, placed(getattr(torch, name)))
+
+    original_to = torch.Tensor.to
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(cpu if isinstance(arg, (str, torch.device)) and _is_cuda(arg) else arg for arg in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = cpu
+        return original_to(self, *args, **kwargs)
+
+    def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    torch.Tensor.to = to
+    torch.Tensor.cuda = stay
+    torch.nn.Module.cuda = stay
+    torch.Tensor.pin_memory = stay
+
+
+def _name_tensor_types(torch: Any) -> None:
+    """Megatron's optimizers sort parameters by Tensor.type() and Float16Module by isinstance with torch.cuda.FloatTensor."""
+    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor"):
+        setattr(torch.cuda, name, getattr(torch, name))
+    original = torch.Tensor.type
+
+    def type_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            if args and isinstance(args[0], str):
+                args = (args[0].replace("torch.cuda.", "torch."), *args[1:])
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_
+
+
+def _skip_graph_capture_checks(torch: Any) -> None:
+    """torch.optim asks before each step whether a CUDA graph is being captured."""
+    torch.optim.Optimizer._accelerator_graph_capture_health_check = _nothing
+
+
+def _patch_megatron(torch: Any) -> None:
+    """Replacements in megatron.core and megatron.training."""
+    from megatron.core.tensor_parallel import random as tp_random
+    from megatron.core.transformer.moe import moe_utils
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
+        return torch.get_rng_state()
+
+    def set_state(new_state: Any, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    tp_random._get_cuda_rng_state = get_state
+    tp_random._set_cuda_rng_state = set_state
+    moe_utils.te_general_gemm = None
+    from megatron.training import initialize
+
+    initialize._compile_dependencies = _nothing

@@ -1,0 +1,1 @@
+"""The grid of ranks (pure) and the process groups built on it."""
