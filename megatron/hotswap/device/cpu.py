@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import logging
 import os
-import sys
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -126,9 +126,10 @@ def install() -> None:
         return
     for name, value in environment().items():
         os.environ[name] = value
-    dynamo = sys.modules.get("torch._dynamo.config")
-    if dynamo is not None:
-        dynamo.disable = True
+    # torch.compile keeps a table of torch's functions by identity, so it is made before they are replaced.
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
     _answer_device_queries(torch)
     _answer_streams(torch)
     _answer_memory_queries(torch)
@@ -328,6 +329,8 @@ def _patch_megatron(torch: Any) -> None:
 
     tp_random._get_cuda_rng_state = get_state
     tp_random._set_cuda_rng_state = set_state
+    # The tracker's fork() warns when the CPU's generator moved inside it: here that is the generator meant to move.
+    logging.getLogger(tp_random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     moe_utils.te_general_gemm = None
     from megatron.training import initialize
 
