@@ -15,8 +15,10 @@ Nothing else in the project asks which device it runs on.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import glob
+import importlib.util
 import logging
 import os
 from collections import defaultdict
@@ -317,9 +319,18 @@ def _skip_graph_capture_checks(torch: Any) -> None:
 
 
 def _patch_megatron(torch: Any) -> None:
-    """Replacements in megatron.core and megatron.training."""
+    """Replacements in megatron.core and megatron.training, each for one thing that a CPU lacks."""
+    _use_cpu_generator_in_tracker(torch)
+    _mark_torch_norms()
+    _give_split_sizes_to_all_to_all(torch)
+    _keep_sent_tensors()
+    _keep_adam_steps_apart(torch)
+    _use_built_dataset_helpers(torch)
+
+
+def _use_cpu_generator_in_tracker(torch: Any) -> None:
+    """tensor_parallel.random reads and sets the GPU's generator by itself, not through torch.cuda."""
     from megatron.core.tensor_parallel import random as tp_random
-    from megatron.core.transformer.moe import moe_utils
 
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
         return torch.get_rng_state()
@@ -331,7 +342,101 @@ def _patch_megatron(torch: Any) -> None:
     tp_random._set_cuda_rng_state = set_state
     # The tracker's fork() warns when the CPU's generator moved inside it: here that is the generator meant to move.
     logging.getLogger(tp_random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-    moe_utils.te_general_gemm = None
+
+
+def _mark_torch_norms() -> None:
+    """WrappedTorchNorm refuses sequence parallelism, for it leaves its weights without the mark that
+    finalize_model_grads looks for: under sequence parallelism each TP rank sees a part of the tokens, so the gradients of a
+    norm's weights have to be summed over the TP group. Build the same norm, and mark them."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+
+    def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = build
+
+
+def _give_split_sizes_to_all_to_all(torch: Any) -> None:
+    """The all-to-all dispatcher turns its split sizes to numpy on their way from the GPU to the host, in
+    maybe_move_tensor_to_cpu; a tensor that is on the host already stays a tensor, which all_to_all_single refuses."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = to_host
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    moe_utils.te_general_gemm = None  # Transformer Engine's gemm in the router; torch's is used where there is none
+
+
+def _keep_sent_tensors() -> None:
+    """deallocate_output_tensor swaps the memory of an output that has been handed to isend. NCCL's stream holds on to it; gloo
+    reads it later, when it is gone (NaN with virtual stages). A second tensor on the same memory keeps it until the send ends."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    def holding(start: Any) -> Any:
+        @functools.wraps(start)
+        def started(**kwargs: Any) -> Any:
+            for name in ("tensor_send_prev", "tensor_send_next"):
+                if kwargs[name] is not None:
+                    kwargs[name] = kwargs[name].detach()
+            return start(**kwargs)
+
+        return started
+
+    p2p_communication._p2p_ops = holding(p2p_communication._p2p_ops)
+    p2p_communication._batched_p2p_ops = holding(p2p_communication._batched_p2p_ops)
+
+
+def _keep_adam_steps_apart(torch: Any) -> None:
+    """DistributedOptimizer.state_dict and load_state_dict where Adam is torch's own (Transformer Engine and Apex count steps per
+    group, torch per parameter, in a tensor that each step adds 1 to).
+
+    - state_dict wants exactly one step count among the parameters. Before the first step there is none: the state that
+      torch would make at that step, zeros, is made now. A rank whose shard holds no parameter has none either.
+    - load_state_dict gives one and the same tensor to all parameters, so that each step would count once per parameter.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original_save = DistributedOptimizer.state_dict
+    original_load = DistributedOptimizer.load_state_dict
+
+    def state_dict(self: Any) -> Any:
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not state[parameter]:
+                    state[parameter]["step"] = torch.tensor(0.0)
+                    for key in self.optimizer_state_keys:
+                        state[parameter][key] = torch.zeros_like(parameter)
+        if state:
+            return original_save(self)
+        state["no parameter in this shard"] = {"step": torch.tensor(0.0)}
+        try:
+            return original_save(self)
+        finally:
+            state.clear()
+
+    def load_state_dict(self: Any, saved: Any) -> None:
+        original_load(self, saved)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    DistributedOptimizer.state_dict = state_dict
+    DistributedOptimizer.load_state_dict = load_state_dict
+
+
+def _use_built_dataset_helpers(torch: Any) -> None:
+    """initialize_megatron runs make for the dataset helpers. The wheel has them compiled and has no Makefile."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        return
     from megatron.training import initialize
 
-    initialize._compile_dependencies = _nothing
+    initialize._compile_dependencies = torch.distributed.barrier  # the one thing it does for the other ranks

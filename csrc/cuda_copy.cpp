@@ -1,0 +1,232 @@
+// The CUDA half of the copy queue. Host code only: any C++ compiler with CUDA's headers builds it, nvcc included.
+//
+// Linked with the static CUDA runtime, which loads the driver when first called. So the module is imported on a machine without
+// one, and it does not depend on which libcudart PyTorch brought along: streams and page-locked memory belong to the driver's
+// context, which both runtimes share.
+
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "cuda_api.hpp"
+#include "memory.hpp"
+#include "text.hpp"
+
+namespace deadpool {
+namespace {
+
+static_assert(sizeof(void*) == sizeof(std::uint64_t) && sizeof(std::size_t) == sizeof(std::uint64_t),
+              "arrays of 64-bit addresses and lengths are handed to CUDA as they are");
+
+void check(cudaError_t status, const char* call, const char* next) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // else the next unrelated call of this thread would report it again
+  throw std::runtime_error(text(call, ": ", cudaGetErrorName(status), " (", cudaGetErrorString(status), "). ", next));
+}
+
+constexpr const char* kDeviceLost = "If the device is healthy, this is a fault in the addresses given; else restart the worker.";
+
+class Event {
+ public:
+  explicit Event(unsigned flags) {
+    check(cudaEventCreateWithFlags(&event_, flags | cudaEventDisableTiming), "cudaEventCreateWithFlags", kDeviceLost);
+  }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  cudaEvent_t get() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+class Stream {
+ public:
+  Stream() {
+    // `least` is the priority of ordinary streams, so this yields only to streams made with a higher one. Copy engines work
+    // beside the kernels either way.
+    int least = 0, greatest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange", kDeviceLost);
+    check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, least), "cudaStreamCreateWithPriority", kDeviceLost);
+  }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+struct FlagStore {
+  std::uint64_t* flag;
+  std::uint64_t value;
+};
+
+void CUDART_CB store_flag(void* argument) {  // on a thread of the driver; must make no CUDA call
+  const auto* store = static_cast<const FlagStore*>(argument);
+  store_u64(store->flag, store->value);
+}
+
+// CUDA would copy from pageable memory too, silently, through a bounce buffer and in step with the host.
+void check_page_locked(std::uint64_t address, const char* name) {
+  cudaPointerAttributes attributes{};
+  check(cudaPointerGetAttributes(&attributes, reinterpret_cast<const void*>(address)), "cudaPointerGetAttributes", kDeviceLost);
+  if (attributes.type == cudaMemoryTypeUnregistered)
+    throw std::runtime_error(text("the ", name, " 0x", std::hex, address, " must be device memory or page-locked host memory, and is "
+                                  "neither. Call host_register on its mapping first."));
+}
+
+class CudaBackend : public CopyBackend {
+ public:
+  explicit CudaBackend(int device) : device_(device) {}
+
+  void start() override {
+    // The device is set on the queue's own thread only: setting it on the caller's would change what PyTorch works on.
+    check(cudaSetDevice(device_), "cudaSetDevice", "Check the device index against CUDA_VISIBLE_DEVICES.");
+    stream_.emplace();
+    finished_.emplace(cudaEventBlockingSync);
+  }
+
+  void stop() noexcept override {
+    finished_.reset();
+    stream_.reset();
+  }
+
+  std::shared_ptr<void> order_after(std::optional<std::uint64_t> stream) override {
+    if (!stream)
+      throw std::invalid_argument(text("stream must be given to a queue of CUDA device ", device_, ": the copies have to follow the "
+                                       "work queued there. Pass torch.cuda.current_stream().cuda_stream."));
+    int current = -1;
+    check(cudaGetDevice(&current), "cudaGetDevice", kDeviceLost);
+    if (current != device_)
+      throw std::runtime_error(text("the queue is of CUDA device ", device_, ", the calling thread's current device is ", current,
+                                    ". Call torch.cuda.set_device(", device_, ") on this thread first."));
+    auto event = std::make_shared<Event>(0);
+    check(cudaEventRecord(event->get(), reinterpret_cast<cudaStream_t>(*stream)), "cudaEventRecord",
+          "Check that stream is the cuda_stream of a live stream of the queue's device.");
+    return event;
+  }
+
+  void run(const CopyJob& job, std::atomic<std::uint64_t>& bytes_copied) override {
+    if (!job.lengths.empty()) {
+      // All entries of a snapshot lie in one slot: first and last stand for the rest.
+      for (const std::uint64_t source : {job.sources.front(), job.sources.back()}) check_page_locked(source, "source");
+      for (const std::uint64_t target : {job.destinations.front(), job.destinations.back()}) check_page_locked(target, "destination");
+    }
+    check(cudaStreamWaitEvent(stream_->get(), static_cast<const Event*>(job.after.get())->get(), 0), "cudaStreamWaitEvent", kDeviceLost);
+    if (!job.lengths.empty() && !copy_batch(job)) copy_one_by_one(job);
+
+    auto store = std::make_unique<FlagStore>(FlagStore{job.flag, job.flag_value});
+    check(cudaLaunchHostFunc(stream_->get(), store_flag, store.get()), "cudaLaunchHostFunc", kDeviceLost);
+    // The driver has the pointer now. It is freed below, once the stream has passed it, and not at all if the device fails:
+    // whether the driver still uses it cannot be known then.
+    FlagStore* handed_over = store.release();
+    check(cudaEventRecord(finished_->get(), stream_->get()), "cudaEventRecord", kDeviceLost);
+    check(cudaEventSynchronize(finished_->get()), "cudaEventSynchronize", kDeviceLost);
+    delete handed_over;
+    for (const std::uint64_t length : job.lengths) bytes_copied.fetch_add(length, std::memory_order_relaxed);
+  }
+
+ private:
+  // One call for all entries: a call each costs microseconds, milliseconds for a snapshot of thousands. False where the
+  // toolkit or the driver does not have it.
+  bool copy_batch(const CopyJob& job) {
+#if CUDART_VERSION >= 12080
+    if (!batch_supported_) return false;
+    auto** destinations = reinterpret_cast<void**>(const_cast<std::uint64_t*>(job.destinations.data()));
+    auto** sources = reinterpret_cast<void**>(const_cast<std::uint64_t*>(job.sources.data()));
+    auto* lengths = reinterpret_cast<std::size_t*>(const_cast<std::uint64_t*>(job.lengths.data()));
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    std::size_t first = 0;
+#if CUDART_VERSION >= 13000
+    const cudaError_t status = cudaMemcpyBatchAsync(destinations, const_cast<const void**>(sources), lengths, job.lengths.size(),
+                                                    &attributes, &first, 1, stream_->get());
+#else
+    std::size_t failed = 0;
+    const cudaError_t status = cudaMemcpyBatchAsync(destinations, sources, lengths, job.lengths.size(), &attributes, &first, 1, &failed,
+                                                    stream_->get());
+#endif
+    if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
+      check(status, "cudaMemcpyBatchAsync", kDeviceLost);
+      return true;
+    }
+    cudaGetLastError();
+    batch_supported_ = false;
+#else
+    (void)job;
+#endif
+    return false;
+  }
+
+  void copy_one_by_one(const CopyJob& job) {
+    for (std::size_t i = 0; i < job.lengths.size(); ++i)
+      check(cudaMemcpyAsync(reinterpret_cast<void*>(job.destinations[i]), reinterpret_cast<const void*>(job.sources[i]),
+                            job.lengths[i], cudaMemcpyDefault, stream_->get()),
+            "cudaMemcpyAsync", kDeviceLost);
+  }
+
+  const int device_;
+  std::optional<Stream> stream_;
+  std::optional<Event> finished_;
+  bool batch_supported_ = true;
+};
+
+// On a thread of its own when a device is named: the calling thread's current device must stay, and putting it back by
+// cudaSetDevice would create a context, with its hundreds of megabytes, on a device that the process never used.
+template <class Call>
+void with_device(std::optional<int> device, Call call) {
+  if (!device) return call();
+  std::exception_ptr error;
+  std::thread([&] {
+    try {
+      check(cudaSetDevice(*device), "cudaSetDevice", "Check the device index against CUDA_VISIBLE_DEVICES.");
+      call();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }).join();
+  if (error) std::rethrow_exception(error);
+}
+
+void host_register(std::uint64_t address, std::uint64_t length, std::optional<int> device) {
+  check_range(address, length, "address");
+  if (length == 0) throw std::invalid_argument("length must be more than 0 to page-lock memory. Pass the mapping's length.");
+  with_device(device, [&] {
+    // Portable: page-locked for every context, not only the one that is current now.
+    check(cudaHostRegister(reinterpret_cast<void*>(address), length, cudaHostRegisterPortable), "cudaHostRegister",
+          "Check that the range is mapped, not registered before, and within the limit on locked memory (ulimit -l).");
+  });
+}
+
+void host_unregister(std::uint64_t address, std::optional<int> device) {
+  if (address == 0) throw std::invalid_argument("address is null. Pass the address given to host_register.");
+  with_device(device, [&] {
+    check(cudaHostUnregister(reinterpret_cast<void*>(address)), "cudaHostUnregister", "Pass the address given to host_register, once.");
+  });
+}
+
+std::optional<std::string> unavailable_reason() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  cudaGetLastError();
+  if (status != cudaSuccess) return text("no CUDA device can be used: ", cudaGetErrorName(status), " (", cudaGetErrorString(status), ")");
+  if (count == 0) return "no CUDA device is visible";
+  return std::nullopt;
+}
+
+std::unique_ptr<CopyBackend> make_backend(int device) { return std::make_unique<CudaBackend>(device); }
+
+}  // namespace
+
+const CudaApi& cuda_api() {
+  static const CudaApi api{&make_backend, &host_register, &host_unregister, &unavailable_reason};
+  return api;
+}
+
+}  // namespace deadpool

@@ -1,0 +1,39 @@
+"""Python face of the compiled engine: copy queues, checksum, words in shared memory.
+
+All of it takes addresses and lengths as integers and releases Python's lock while it works. See _engine.pyi for what each
+function promises, and csrc/ for how.
+"""
+
+from deadpool_ext._engine import (
+    CopyQueue,
+    add_u64,
+    crc32c,
+    crc32c_combine,
+    crc32c_implementation,
+    crc32c_portable,
+    cuda_unavailable_reason,
+    host_register,
+    host_unregister,
+    load_u64,
+    memcpy,
+    prefault,
+    store_u64,
+    wait_u64_at_least,
+)
+
+__all__ = [
+    "CopyQueue",
+    "add_u64",
+    "crc32c",
+    "crc32c_combine",
+    "crc32c_implementation",
+    "crc32c_portable",
+    "cuda_unavailable_reason",
+    "host_register",
+    "host_unregister",
+    "load_u64",
+    "memcpy",
+    "prefault",
+    "store_u64",
+    "wait_u64_at_least",
+]

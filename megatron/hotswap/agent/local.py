@@ -1,0 +1,116 @@
+"""What an agent and its worker tell each other over their socket pair: the coordinator's messages, and these.
+
+A SOCK_SEQPACKET socket keeps message borders, and carries the descriptors of shared memory along.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+from typing import Any
+
+import msgspec
+
+from ..control import messages as m
+
+
+class _Local(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Given(_Local, frozen=True):
+    """Agent: you are this rank. `fake` says: build against groups that never communicate, a plan follows."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    version: int
+    store: str
+    fake: bool
+
+
+class NeedSlots(_Local, frozen=True):
+    """Worker: my model is built and this is my layout."""
+
+    layout_hash: bytes
+    metadata_room_bytes: int
+    payload_bytes: int
+
+
+class SlotsGiven(_Local, frozen=True):
+    """Agent: here they are (one descriptor comes along)."""
+
+    slot_bytes: int
+    count: int
+
+
+class NoSlots(_Local, frozen=True):
+    """Agent: there is no room, or the layout is not the one that the fetched snapshot has."""
+
+    reason: str
+
+
+class Plan(_Local, frozen=True):
+    """Agent: go on from `generation`; its snapshot is in your slot."""
+
+    version: int
+    generation: int
+    store: str
+    redo_sections: bool
+    fetched_bytes: int
+
+
+class NewStore(_Local, frozen=True):
+    """Worker: an unused rendezvous store, for the next membership."""
+
+    store: str
+
+
+class Strike(_Local, frozen=True):
+    """Worker: the moment of an armed injection has come; agent, do it."""
+
+    injection: m.Injection
+
+
+FromWorker = (
+    NeedSlots | NewStore | Strike | m.WorkerReady | m.StepDone | m.WorkerError | m.HaltReport | m.Restored | m.FirstStep
+    | m.Finished | m.Note
+)
+FromAgent = Given | SlotsGiven | NoSlots | Plan | m.Halt | m.Arm | m.Stop
+
+_ENCODER = msgspec.msgpack.Encoder()
+_MESSAGE_BYTES_MAX = 1 << 20
+
+
+class Link:
+    """One end of the socket pair."""
+
+    def __init__(self, sock: socket.socket, receives: Any) -> None:
+        self.sock = sock
+        self._decoder = msgspec.msgpack.Decoder(receives)
+
+    def send(self, message: FromWorker | FromAgent, fds: tuple[int, ...] = ()) -> None:
+        """Send one message; descriptors are duplicated into the other process."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.sock.sendmsg([_ENCODER.encode(message)], ancillary)
+
+    def receive(self) -> tuple[Any, tuple[int, ...]]:
+        """Receive one message and its descriptors.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        data, fds, _, _ = socket.recv_fds(self.sock, _MESSAGE_BYTES_MAX, 4)
+        if not data:
+            raise EOFError("the other end of the link is gone")
+        return self._decoder.decode(data), tuple(fds)
+
+
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """The two ends, the second inheritable by a child."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.set_inheritable(True)
+    return ours, theirs

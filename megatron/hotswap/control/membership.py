@@ -1,0 +1,54 @@
+"""Who is in the job: agents as the coordinator knows them, and how ranks are laid onto nodes. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .messages import Join, Member
+
+
+@dataclass
+class Agent:
+    """One life of one agent. `ranks[i]` is the rank of worker i, or None while it is a spare."""
+
+    join: Join
+    last_heard_s: float
+    stores: dict[int, str] = field(default_factory=dict)  # worker -> unused rendezvous store
+    ready: set[int] = field(default_factory=set)  # workers that are warm
+    ranks: list[int | None] = field(default_factory=list)
+
+    @property
+    def incarnation(self) -> str:
+        """The identity of this life."""
+        return self.join.incarnation
+
+    @property
+    def node(self) -> str:
+        """The failure domain."""
+        return self.join.node
+
+    @property
+    def warm(self) -> bool:
+        """Whether all its workers wait for a rank."""
+        return len(self.ready) == self.join.workers
+
+    @property
+    def spare(self) -> bool:
+        """Whether it holds no rank."""
+        return all(rank is None for rank in self.ranks)
+
+    def member(self, worker: int) -> Member:
+        """The entry of one of its workers in a membership."""
+        return Member(self.node, self.incarnation, worker, self.join.h2h)
+
+
+def in_order(agents: Iterable[Agent]) -> list[Agent]:
+    """Agents by node name, numbers in it compared as numbers, so that node2 comes before node10."""
+
+    def key(agent: Agent) -> tuple[list[tuple[int, int | str]], str]:
+        parts = [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", agent.node)]
+        return parts, agent.incarnation
+
+    return sorted(agents, key=key)

@@ -1,0 +1,262 @@
+"""Everything that agents and the coordinator tell each other, as frozen values.
+
+The same values are the core's events, travel as msgpack (msgspec: typed, bounded, nothing is unpickled), and are what the
+simulator delays, drops and repeats. `PROTOCOL` changes whenever a field does; a peer of another protocol is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL = 1
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Member(msgspec.Struct, frozen=True):
+    """Who holds a rank."""
+
+    node: str
+    incarnation: str  # one life of one agent process: a returned node has another
+    worker: int  # index among the agent's workers
+    h2h: str  # "host:port" where the agent takes and serves snapshots
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """The map rank -> member, and rank -> rank whose agent holds its replica. Versions only grow."""
+
+    version: int
+    members: tuple[Member, ...]
+    holders: tuple[int, ...]
+
+
+class Injection(msgspec.Struct, frozen=True):
+    """A fault to cause: `deadpool inject`."""
+
+    action: Literal["kill", "freeze"]
+    scope: Literal["node", "agent", "worker"]
+    node: str
+    worker: int = 0
+    at_step: int | None = None  # the step (1 is the first) in which it strikes; None: at once
+    phase: str | None = None
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """What one completed step looked like, from the rank that logs. Floats as hex are exact."""
+
+    step: int
+    version: int
+    consumed_samples: int
+    seconds: float
+    exposed_stall_s: float
+    loss: dict[str, str]  # name -> float.hex()
+    grad_norm: str | None
+    tokens: int = 0
+
+
+# ---- agent to coordinator
+
+
+class Join(_Message, frozen=True):
+    """An agent is up and has `workers` worker processes on the way."""
+
+    protocol: int
+    run_id: str
+    token: str
+    node: str
+    incarnation: str
+    workers: int
+    h2h: str
+
+
+class WorkerReady(_Message, frozen=True):
+    """A worker is warm: imports done, waiting for a rank. `store` is an unused rendezvous store it serves."""
+
+    worker: int
+    store: str
+
+
+class Heartbeat(_Message, frozen=True):
+    """The agent lives. Sent every heartbeat interval, and whatever else it sends counts as one too."""
+
+    sequence: int
+
+
+class Acknowledged(_Message, frozen=True):
+    """The holder of `rank` has the whole, checked snapshot of `generation`."""
+
+    rank: int
+    generation: int
+
+
+class StepDone(_Message, frozen=True):
+    """A step is complete on the rank that logs."""
+
+    record: StepRecord
+
+
+class WorkerError(_Message, frozen=True):
+    """A worker's training thread caught an exception outside a halt and waits for orders."""
+
+    rank: int
+    version: int
+    step: int
+    collective: bool  # raised by communication, so a peer or a link may be to blame
+    text: str
+
+
+class WorkerLost(_Message, frozen=True):
+    """A worker process ended, or stopped, without saying goodbye."""
+
+    worker: int
+    evidence: str
+
+
+class HaltReport(_Message, frozen=True):
+    """A rank's training thread is out, and this is what it has. `done` is None for a spare that has no state yet."""
+
+    version: int  # the version that is over
+    rank: int
+    done: int | None  # the generation its live state was last equal to
+    between_steps: bool  # halted after the end of step `done`, in logging, evaluation or saving
+    own: tuple[int, ...]  # generations complete in its own slots
+    store: str
+
+
+class ReplicaReport(_Message, frozen=True):
+    """The complete replicas an agent holds: rank -> generations."""
+
+    version: int
+    replicas: dict[int, tuple[int, ...]]
+
+
+class Restored(_Message, frozen=True):
+    """A rank has rebuilt its groups and its state and is about to run the next step."""
+
+    version: int
+    rank: int
+    rebuild_s: float
+    restore_s: float
+    bytes_restored: int
+    steps_rerun: int  # completed steps this rank runs again
+
+
+class FirstStep(_Message, frozen=True):
+    """A rank has completed the first new step of a membership."""
+
+    version: int
+    rank: int
+
+
+class Finished(_Message, frozen=True):
+    """A worker came to the end of its script (or could not begin: `text` says why)."""
+
+    worker: int
+    rank: int | None
+    code: int
+    text: str = ""
+
+
+class Note(_Message, frozen=True):
+    """Something to write into events.jsonl."""
+
+    kind: str
+    text: str
+
+
+# ---- coordinator to agent
+
+
+class Welcome(_Message, frozen=True):
+    """Joined. The agent ends itself when it has not reached the coordinator for `lease_s`."""
+
+    lease_s: float
+    heartbeat_interval_s: float
+
+
+class Refused(_Message, frozen=True):
+    """Not let in, or not any more; the agent ends its workers and itself."""
+
+    reason: str
+
+
+class Start(_Message, frozen=True):
+    """The first membership."""
+
+    membership: Membership
+    store: str
+
+
+class Halt(_Message, frozen=True):
+    """Membership `version` is over."""
+
+    version: int
+    reason: str
+
+
+class Assign(_Message, frozen=True):
+    """Spare: worker i takes ranks[i]. Sent at the halt, so that it builds while the survivors unwind."""
+
+    version: int  # of the membership to come
+    ranks: tuple[int, ...]
+
+
+class Resume(_Message, frozen=True):
+    """The plan of a recovery: go on under `membership` from `generation`.
+
+    `sources[rank]` is the "host:port" of the agent that has the rank's snapshot; ranks that use their own slots are not in it.
+    """
+
+    membership: Membership
+    generation: int
+    store: str
+    sources: dict[int, str]
+    redo_sections: bool
+
+
+class Commit(_Message, frozen=True):
+    """Every snapshot and every replica of `generation` is complete."""
+
+    generation: int
+
+
+class Arm(_Message, frozen=True):
+    """Cause a fault."""
+
+    injection: Injection
+
+
+class Stop(_Message, frozen=True):
+    """The job is over: end the workers and yourself."""
+
+    code: int
+    reason: str
+
+
+FromAgent = (
+    Join | WorkerReady | Heartbeat | Acknowledged | StepDone | WorkerError | WorkerLost | HaltReport | ReplicaReport
+    | Restored | FirstStep | Finished | Note
+)
+FromCoordinator = Welcome | Refused | Start | Halt | Assign | Resume | Commit | Arm | Stop
+
+
+# ---- what only the coordinator's own service tells the core
+
+
+class AgentLost(_Message, frozen=True):
+    """The connection of an agent closed."""
+
+    evidence: str
+
+
+class Inject(_Message, frozen=True):
+    """A user asks for a fault."""
+
+    injection: Injection
+
+
+Event = FromAgent | AgentLost | Inject

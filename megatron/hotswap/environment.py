@@ -1,0 +1,105 @@
+"""The environment, read here and nowhere else, once, at start.
+
+Whoever starts an agent (`deadpool run`, later Slurm) tells it its place in these variables; an agent tells its workers theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from .errors import UsageError
+
+
+@dataclass(frozen=True)
+class AgentEnvironment:
+    """An agent's place in the job."""
+
+    coordinator: str  # host:port
+    run_id: str
+    token: str
+    node: str
+    workers: int
+
+    def export(self) -> dict[str, str]:
+        """The variables that say this."""
+        return {
+            "DEADPOOL_COORDINATOR": self.coordinator,
+            "DEADPOOL_RUN_ID": self.run_id,
+            "DEADPOOL_TOKEN": self.token,
+            "DEADPOOL_NODE": self.node,
+            "DEADPOOL_WORKERS": str(self.workers),
+        }
+
+
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """What an agent gives a worker: inherited descriptors, and where it stands on its node."""
+
+    link_fd: int
+    control_fd: int
+    run_id: str
+    node: str
+    worker: int
+    workers: int
+    address: str  # of this node, where peers reach what the worker serves
+
+    def export(self) -> dict[str, str]:
+        """The variables that say this."""
+        return {
+            "DEADPOOL_LINK_FD": str(self.link_fd),
+            "DEADPOOL_CONTROL_FD": str(self.control_fd),
+            "DEADPOOL_RUN_ID": self.run_id,
+            "DEADPOOL_NODE": self.node,
+            "DEADPOOL_WORKER": str(self.worker),
+            "DEADPOOL_WORKERS": str(self.workers),
+            "DEADPOOL_ADDRESS": self.address,
+        }
+
+
+def agent() -> AgentEnvironment:
+    """Read an agent's place.
+
+    Raises:
+        UsageError: nobody told: hot-swap was not started by a launcher.
+    """
+    missing = [n for n in ("COORDINATOR", "RUN_ID", "TOKEN", "NODE", "WORKERS") if f"DEADPOOL_{n}" not in os.environ]
+    if missing:
+        raise UsageError(
+            "--hot-swap needs to know its coordinator and its node, and no launcher said so (missing: "
+            + ", ".join(f"DEADPOOL_{n}" for n in missing)
+            + "); start the job with: deadpool run --nodes N --ranks-per-node R --spares S -- SCRIPT …"
+        )
+    env = os.environ
+    return AgentEnvironment(
+        env["DEADPOOL_COORDINATOR"], env["DEADPOOL_RUN_ID"], env["DEADPOOL_TOKEN"], env["DEADPOOL_NODE"], int(env["DEADPOOL_WORKERS"])
+    )
+
+
+def in_worker() -> bool:
+    """Whether this process was started by an agent to train a rank."""
+    return "DEADPOOL_LINK_FD" in os.environ
+
+
+def worker() -> WorkerEnvironment:
+    """Read a worker's place, and take the descriptors out of the environment, so that no child mistakes itself for it."""
+    env = os.environ
+    place = WorkerEnvironment(
+        int(env.pop("DEADPOOL_LINK_FD")),
+        int(env.pop("DEADPOOL_CONTROL_FD")),
+        env["DEADPOOL_RUN_ID"],
+        env["DEADPOOL_NODE"],
+        int(env["DEADPOOL_WORKER"]),
+        int(env["DEADPOOL_WORKERS"]),
+        env["DEADPOOL_ADDRESS"],
+    )
+    for fd in (place.link_fd, place.control_fd):
+        os.set_inheritable(fd, False)
+    return place
+
+
+def say_rank(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
+    """Tell Megatron's parser and torch the rank, in the variables that they read."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size)
+    )

@@ -1,0 +1,1 @@
+"""What to go back to (plan, pure) and how a worker gets there (execute)."""

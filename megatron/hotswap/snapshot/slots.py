@@ -1,0 +1,170 @@
+"""Memory shared between an agent and its worker: the slots, and the control block of 64-bit words.
+
+Both are memfds: memory with no name in any file system, handed over as a descriptor. It lives exactly as long as a process that
+maps it, so a snapshot outlives its worker, and a job that ends, however it ends, leaves nothing behind in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+
+import numpy as np
+
+import deadpool_ext
+
+from ..errors import SnapshotMismatch, UsageError
+from .layout import HEADER_BYTES, Header
+
+OWN_SLOTS = 2
+REPLICA_SLOTS = 2
+
+
+class Word(enum.IntEnum):
+    """Words of the control block. Generations are stored plus one, so that zero means none."""
+
+    OVER_VERSION = 0  # agent: this membership is over
+    COPIED = 1  # copy engine: newest generation complete in its slot
+    ACKNOWLEDGED = 2  # agent: newest generation that the holder has
+    COMMITTED = 3  # agent: newest generation that everyone's holder has
+    STEP = 4  # worker: step in progress
+    PHASE = 5  # worker: index of the phase it last entered
+    PROGRESS = 6  # worker: counts phases; a number that stands still is a hang
+    METADATA_BYTES_0 = 8  # worker: metadata bytes in slot 0
+    METADATA_BYTES_1 = 9
+
+
+class ControlBlock:
+    """One page of words that worker, copy engine and agent read and write without asking each other."""
+
+    BYTES = 4096
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, self.BYTES)
+        self._base = _address(self._map)
+
+    @classmethod
+    def create(cls) -> ControlBlock:
+        """A new, zeroed block."""
+        fd = os.memfd_create("deadpool-control")
+        os.ftruncate(fd, cls.BYTES)
+        return cls(fd)
+
+    def address(self, word: int) -> int:
+        """Where a word lies, for the copy engine."""
+        return self._base + 8 * word
+
+    def get(self, word: int) -> int:
+        """Load (acquire)."""
+        return deadpool_ext.load_u64(self.address(word))
+
+    def set(self, word: int, value: int) -> None:
+        """Store (release)."""
+        deadpool_ext.store_u64(self.address(word), value)
+
+    def bump(self, word: int) -> None:
+        """Add one."""
+        deadpool_ext.add_u64(self.address(word), 1)
+
+
+class Slots:
+    """`count` slots of equal size in one memfd."""
+
+    def __init__(self, fd: int, slot_bytes: int, count: int) -> None:
+        self.fd = fd
+        self.slot_bytes = slot_bytes
+        self.count = count
+        self._map = mmap.mmap(fd, slot_bytes * count)
+        self._base = _address(self._map)
+        self._view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, slot_bytes: int, count: int) -> Slots:
+        """New slots, their pages present, so that no copy is slowed by a fault and memory that is not there shows now."""
+        fd = os.memfd_create("deadpool-slots")
+        try:
+            os.posix_fallocate(fd, 0, slot_bytes * count)
+            return cls(fd, slot_bytes, count)
+        except OSError:
+            os.close(fd)
+            raise
+
+    def address(self, slot: int) -> int:
+        """Where a slot begins."""
+        return self._base + slot * self.slot_bytes
+
+    def view(self, slot: int) -> memoryview:
+        """A slot's bytes, not copied."""
+        return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def header(self, slot: int) -> Header:
+        """Read a slot's header.
+
+        Raises:
+            SnapshotMismatch: there is none.
+        """
+        return Header.unpack(bytes(self.view(slot)[:HEADER_BYTES]))
+
+    def write_header(self, slot: int, header: Header) -> None:
+        """Make the slot's content valid. Write it last."""
+        self.view(slot)[:HEADER_BYTES] = header.pack()
+
+    def invalidate(self, slot: int) -> None:
+        """Make the slot's content invalid before it is overwritten."""
+        self.view(slot)[:8] = bytes(8)
+
+    def checksum(self, slot: int, metadata_bytes: int, payload_bytes: int) -> int:
+        """CRC32C of a slot's metadata, then payload (which lies at the slot's end)."""
+        begin = self.address(slot)
+        crc = deadpool_ext.crc32c(begin + HEADER_BYTES, metadata_bytes)
+        return deadpool_ext.crc32c(begin + self.slot_bytes - payload_bytes, payload_bytes, crc)
+
+    def verify(self, slot: int) -> Header:
+        """The header of a slot whose content matches its checksum.
+
+        Raises:
+            SnapshotMismatch: it does not.
+        """
+        header = self.header(slot)
+        found = self.checksum(slot, header.metadata_bytes, header.payload_bytes)
+        if found != header.crc32c:
+            raise SnapshotMismatch(
+                f"rank {header.rank}, generation {header.generation}: the checksum is {found:08x}, the header says "
+                f"{header.crc32c:08x}; the content was damaged"
+            )
+        return header
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes with the last map of it."""
+        os.close(self.fd)
+
+
+def require_room(wanted_bytes: int, limit_bytes: int | None, node: str) -> None:
+    """Refuse slots that host memory has no room for, before a byte is taken.
+
+    Raises:
+        UsageError: says how many bytes are needed, where, and how many are missing.
+    """
+    available, source = _available_bytes(), "available host memory"
+    if limit_bytes is not None and limit_bytes < available:
+        available, source = limit_bytes, "--hot-swap-host-memory-max-bytes"
+    if wanted_bytes > available:
+        raise UsageError(
+            f"node {node} needs {wanted_bytes} bytes of host memory for snapshots and has {available} ({source}): "
+            f"{wanted_bytes - available} bytes are missing; put fewer ranks on a node, raise the limit, or use more "
+            "data-parallel ranks, which makes each shard smaller"
+        )
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable line")
+
+
+def _address(mapped: mmap.mmap) -> int:
+    return int(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)
