@@ -3,22 +3,33 @@
 //
 // Addresses come as integers (tensor.data_ptr(), numpy's .ctypes.data), so nothing here knows torch.
 
-#include <pybind11/pybind11.h>
+#ifdef DEADPOOL_CUDA_MODULE
+
+#include <Python.h>
 
 #include "cuda_api.hpp"
 
-namespace py = pybind11;
-
-#ifdef DEADPOOL_CUDA_MODULE
-
-PYBIND11_MODULE(_cuda, module) {
-  module.doc() = "CUDA half of the engine; used by deadpool_ext._engine alone.";
-  module.attr("api") = py::capsule(&deadpool::cuda_api(), deadpool::kCudaCapsule);
+// One capsule: Python's own C API does, and compiles in a tenth of the time.
+PyMODINIT_FUNC PyInit__cuda() {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                   "_cuda",
+                                   "CUDA half of the engine; used by deadpool_ext._engine alone.",
+                                   -1,
+                                   nullptr, nullptr, nullptr, nullptr, nullptr};
+  PyObject* module = PyModule_Create(&definition);
+  if (module == nullptr) return nullptr;
+  PyObject* api = PyCapsule_New(const_cast<deadpool::CudaApi*>(&deadpool::cuda_api()), deadpool::kCudaCapsule, nullptr);
+  const int status = api == nullptr ? -1 : PyModule_AddObjectRef(module, "api", api);
+  Py_XDECREF(api);
+  if (status == 0) return module;
+  Py_DECREF(module);
+  return nullptr;
 }
 
 #else
 
 #include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -28,9 +39,12 @@ PYBIND11_MODULE(_cuda, module) {
 
 #include "copy_queue.hpp"
 #include "crc32c.hpp"
+#include "cuda_api.hpp"
 #include "deadline.hpp"
 #include "memory.hpp"
 #include "text.hpp"
+
+namespace py = pybind11;
 
 namespace {
 

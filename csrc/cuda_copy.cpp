@@ -6,6 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <exception>
 #include <optional>
 #include <stdexcept>
 #include <thread>
