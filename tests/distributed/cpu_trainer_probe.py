@@ -27,9 +27,8 @@ def printing(training_log: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         step = given.arguments
-        if not step["is_first_iteration"]:
-            loss = hex_of(step["loss_dict"].get("lm loss"))
-            print(f"\nPROBE {os.environ['RANK']} {step['iteration']} {loss} {hex_of(step['grad_norm'])}", flush=True)
+        loss = hex_of(step["loss_dict"].get("lm loss"))
+        print(f"\nPROBE {os.environ['RANK']} {step['iteration']} {loss} {hex_of(step['grad_norm'])}", flush=True)
         return training_log(*args, **kwargs)
 
     return log

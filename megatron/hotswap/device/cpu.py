@@ -401,7 +401,9 @@ def _keep_adam_steps_apart(torch: Any) -> None:
 
     - state_dict wants exactly one step count among the parameters. Before the first step there is none: the state that
       torch would make at that step, zeros, is made now. A rank whose shard holds no parameter has none either.
-    - load_state_dict gives one and the same tensor to all parameters, so that each step would count once per parameter.
+    - load_state_dict gives one and the same tensor to all parameters, so that each step would count once per parameter, and
+      the dp_reshardable format then puts back the count that stood there before. The right count is the groups'. With
+      fp32 parameters it also copies into views of them, which autograd refuses outside no_grad.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -425,9 +427,12 @@ def _keep_adam_steps_apart(torch: Any) -> None:
             state.clear()
 
     def load_state_dict(self: Any, saved: Any) -> None:
-        original_load(self, saved)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
+        with torch.no_grad():
+            original_load(self, saved)
+        for group in self.optimizer.param_groups:
+            step = group.pop("step")
+            for parameter in group["params"]:
+                self.optimizer.state[parameter]["step"] = torch.tensor(float(step))
 
     DistributedOptimizer.state_dict = state_dict
     DistributedOptimizer.load_state_dict = load_state_dict
