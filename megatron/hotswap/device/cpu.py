@@ -325,6 +325,7 @@ def _patch_megatron(torch: Any) -> None:
     _give_split_sizes_to_all_to_all(torch)
     _keep_sent_tensors()
     _keep_adam_steps_apart(torch)
+    _skip_warm_up()
     _use_built_dataset_helpers(torch)
 
 
@@ -436,6 +437,15 @@ def _keep_adam_steps_apart(torch: Any) -> None:
 
     DistributedOptimizer.state_dict = state_dict
     DistributedOptimizer.load_state_dict = load_state_dict
+
+
+def _skip_warm_up() -> None:
+    """set_jit_fusion_options warms up the fused kernels on random input. There are none here, and on a GPU its draws come from
+    a generator that weight initialization does not use: taken from the only one here, they would make the initial weights
+    depend on the batch and on sequence parallelism."""
+    from megatron.training import initialize
+
+    initialize._warmup_jit_function = _nothing
 
 
 def _use_built_dataset_helpers(torch: Any) -> None:
