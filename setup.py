@@ -1,7 +1,7 @@
 """Builds the compiled engine; everything else about the package is in pyproject.toml.
 
-deadpool_ext._engine is always built. deadpool_ext._cuda is built where a CUDA toolkit is found (CUDA_HOME, CUDA_PATH, or nvcc on
-PATH): no GPU is needed for that, and no torch.
+deadpool_ext._engine is always built, deadpool_ext._cuda where a CUDA toolkit is found (CUDA_HOME, CUDA_PATH, or
+nvcc on PATH): no GPU is needed for that, and no torch.
 """
 
 import os
@@ -28,7 +28,9 @@ def toolkit_folders() -> list[Path]:
     roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     if nvcc := shutil.which("nvcc"):
         # nvcc may be a wrapper script far from its toolkit (Cray, Debian): only nvcc itself knows.
-        dry_run = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)
+        dry_run = subprocess.run(
+            [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
+        )
         roots += re.findall(r"^#\$ TOP=(.+)$", dry_run.stderr, flags=re.MULTILINE)
     return [Path(root) for root in roots if root]
 
@@ -43,7 +45,8 @@ def find_cuda_toolkit() -> CudaToolkit | str:
         # crt/ is missing from some partial installs (the PyPI wheel of the runtime alone).
         include = next((top / "include" for top in tops if (top / "include/crt/host_defines.h").exists()), None)
         library = next(
-            (top / name for top in tops for name in ("lib64", "lib") if (top / name / "libcudart_static.a").exists()), None
+            (top / name for top in tops for name in ("lib64", "lib") if (top / name / "libcudart_static.a").exists()),
+            None,
         )
         if include and library:
             return CudaToolkit(include.resolve(), library.resolve())
@@ -70,8 +73,16 @@ def cuda_module(toolkit: CudaToolkit) -> Pybind11Extension:
         cxx_std=17,
         define_macros=[("DEADPOOL_CUDA_MODULE", None)],
         extra_compile_args=[*COMPILE_FLAGS, "-isystem", str(toolkit.include)],
-        # The runtime's symbols stay inside: torch puts those of its own libcudart in the global scope, and they would win.
-        extra_link_args=["-pthread", f"-L{toolkit.library}", "-lcudart_static", "-lrt", "-ldl", "-Wl,--exclude-libs,ALL"],
+        # The runtime's symbols stay inside: torch puts those of its own libcudart in the global scope, and they would
+        # win.
+        extra_link_args=[
+            "-pthread",
+            f"-L{toolkit.library}",
+            "-lcudart_static",
+            "-lrt",
+            "-ldl",
+            "-Wl,--exclude-libs,ALL",
+        ],
     )
     extension.optional = True  # a toolkit that does not compile it costs CUDA copies, not the installation
     return extension

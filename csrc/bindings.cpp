@@ -15,7 +15,11 @@ PyMODINIT_FUNC PyInit__cuda() {
                                    "_cuda",
                                    "CUDA half of the engine; used by deadpool_ext._engine alone.",
                                    -1,
-                                   nullptr, nullptr, nullptr, nullptr, nullptr};
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr};
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
   PyObject* api = PyCapsule_New(const_cast<deadpool::CudaApi*>(&deadpool::cuda_api()), deadpool::kCudaCapsule, nullptr);
@@ -36,6 +40,8 @@ PyMODINIT_FUNC PyInit__cuda() {
 #include <chrono>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <vector>
 
 #include "copy_queue.hpp"
 #include "crc32c.hpp"
@@ -54,13 +60,38 @@ using std::uint32_t;
 using std::uint64_t;
 using Released = py::call_guard<py::gil_scoped_release>;
 
+constexpr double kExitPatience_s = 30;
+
 // A closing queue waits for its current job: not with Python's lock held, when it is the garbage collector that closes.
-struct DeleteWithoutLock {
-  void operator()(CopyQueue* queue) const {
+void delete_without_lock(CopyQueue* queue) {
+  py::gil_scoped_release released;
+  delete queue;
+}
+
+// Guarded by Python's lock. Never destroyed: queues may outlive static objects at exit.
+std::vector<std::weak_ptr<CopyQueue>>& live_queues() {
+  static auto* queues = new std::vector<std::weak_ptr<CopyQueue>>;
+  return *queues;
+}
+
+std::shared_ptr<CopyQueue> add_live(std::shared_ptr<CopyQueue> queue) {
+  auto& queues = live_queues();
+  queues.erase(std::remove_if(queues.begin(), queues.end(), [](const auto& each) { return each.expired(); }),
+               queues.end());
+  queues.push_back(queue);
+  return queue;
+}
+
+// Python's exit frees tensors and mappings in no order that we could know, so copies must have ended before. Else the
+// copy thread would end the process with a fault, and hide the error that it was about to report.
+void close_live_queues() {
+  for (const auto& each : std::vector(live_queues())) {
+    const auto queue = each.lock();
+    if (!queue || queue->in_forked_child()) continue;
     py::gil_scoped_release released;
-    delete queue;
+    queue->close(kExitPatience_s);
   }
-};
+}
 
 const deadpool::CudaApi& cuda() {
   try {
@@ -68,9 +99,10 @@ const deadpool::CudaApi& cuda() {
     return *static_cast<const deadpool::CudaApi*>(capsule.get_pointer());
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_ImportError)) throw;
-    throw std::runtime_error(text("CUDA copies need deadpool_ext._cuda, which is not there: ", error.what(),
-                                  ". Build deadpool again where nvcc is on PATH (or CUDA_HOME is set); the build prints why "
-                                  "it left the module out."));
+    throw std::runtime_error(
+        text("CUDA copies need deadpool_ext._cuda, which is not there: ", error.what(),
+             ". Build deadpool again where nvcc is on PATH (or CUDA_HOME is set); the build prints why "
+             "it left the module out."));
   }
 }
 
@@ -90,15 +122,15 @@ uint64_t submit(CopyQueue& queue, const py::array& sources, const py::array& des
   const uint64_t* destination = uint64_values(destinations, "dst");
   const uint64_t* length = uint64_values(lengths, "lengths");
   if (sources.size() != destinations.size() || sources.size() != lengths.size())
-    throw py::value_error(text("src, dst and lengths must have as many entries each, got ", sources.size(), ", ", destinations.size(),
-                               " and ", lengths.size(), ". Build them from one list of tensors."));
+    throw py::value_error(text("src, dst and lengths must have as many entries each, got ", sources.size(), ", ",
+                               destinations.size(), " and ", lengths.size(), ". Build them from one list of tensors."));
   const auto count = static_cast<std::size_t>(sources.size());
   py::gil_scoped_release released;
   return queue.submit(source, destination, length, count, flag_address, flag_value, stream);
 }
 
-// Runs wait(seconds) without Python's lock, in slices, so that Ctrl-C and other signals get through to Python in between. Ends
-// when `over` says so of its result, or at the timeout.
+// Runs wait(seconds) without Python's lock, in slices, so that Ctrl-C and other signals get through to Python in
+// between. Ends when `over` says so of its result, or at the timeout.
 template <class Wait, class Over>
 auto wait_in_slices(double timeout_s, Wait wait, Over over) {
   constexpr double slice_s = 0.1;
@@ -115,11 +147,13 @@ auto wait_in_slices(double timeout_s, Wait wait, Over over) {
 }
 
 bool wait_ticket(CopyQueue& queue, uint64_t ticket, double timeout_s) {
-  return wait_in_slices(timeout_s, [&](double slice_s) { return queue.wait(ticket, slice_s); }, [](bool done) { return done; });
+  return wait_in_slices(
+      timeout_s, [&](double slice_s) { return queue.wait(ticket, slice_s); }, [](bool done) { return done; });
 }
 
 bool close_queue(CopyQueue& queue, double timeout_s) {
-  return wait_in_slices(timeout_s, [&](double slice_s) { return queue.close(slice_s); }, [](bool ended) { return ended; });
+  return wait_in_slices(
+      timeout_s, [&](double slice_s) { return queue.close(slice_s); }, [](bool ended) { return ended; });
 }
 
 int wait_word(uint64_t address, uint64_t value, double timeout_s, uint64_t stop_address, uint64_t stop_value) {
@@ -137,19 +171,26 @@ uint32_t checksum(uint64_t address, uint64_t length, uint32_t seed) {
   return kFunction(reinterpret_cast<const void*>(address), length, seed);
 }
 
+CopyQueue* start_queue(std::unique_ptr<deadpool::CopyBackend> backend) {
+  py::gil_scoped_release released;
+  return new CopyQueue(std::move(backend));
+}
+
 void bind_copy_queue(py::module_& module) {
-  py::class_<CopyQueue, std::unique_ptr<CopyQueue, DeleteWithoutLock>>(module, "CopyQueue")
+  py::class_<CopyQueue, std::shared_ptr<CopyQueue>>(module, "CopyQueue")
       .def(py::init([](std::optional<int> device) {
              auto backend = device ? cuda().make_backend(*device) : std::make_unique<deadpool::MemoryBackend>();
-             py::gil_scoped_release released;
-             return std::unique_ptr<CopyQueue, DeleteWithoutLock>(new CopyQueue(std::move(backend)));
+             return add_live({start_queue(std::move(backend)), &delete_without_lock});
            }),
-           py::arg("device") = py::none(), "A queue and its thread. device None: host memory; an index: that CUDA device.")
-      .def("submit", &submit, py::arg("src"), py::arg("dst"), py::arg("lengths"), py::arg("flag_address"), py::arg("flag_value"),
-           py::arg("stream") = py::none(),
-           "Queue copies of lengths[i] bytes from src[i] to dst[i]; then flag_value is stored at flag_address. Returns a ticket.")
+           py::arg("device") = py::none(),
+           "A queue and its thread. device None: host memory; an index: that CUDA device.")
+      .def("submit", &submit, py::arg("src"), py::arg("dst"), py::arg("lengths"), py::arg("flag_address"),
+           py::arg("flag_value"), py::arg("stream") = py::none(),
+           "Queue copies of lengths[i] bytes from src[i] to dst[i]; then flag_value is stored at flag_address. Returns "
+           "a ticket.")
       .def("wait", &wait_ticket, py::arg("ticket"), py::arg("timeout_s"),
-           "True once the ticket's copies are done and its flag is set, False at the timeout. Raises if they failed or were dropped.")
+           "True once the ticket's copies are done and its flag is set, False at the timeout. Raises if they failed or "
+           "were dropped.")
       .def("pending", &CopyQueue::pending, "Jobs not yet done, the running one included.")
       .def("bytes_copied", &CopyQueue::bytes_copied, "Bytes copied since the queue was made.")
       .def("close", &close_queue, py::arg("timeout_s") = std::numeric_limits<double>::infinity(),
@@ -186,7 +227,8 @@ void bind_cuda(py::module_& module) {
         py::gil_scoped_release released;
         return api->unavailable_reason();
       },
-      "None where CopyQueue(device) can work, else why not. Starts the CUDA driver in this process: not before a fork.");
+      "None where CopyQueue(device) can work, else why not. Starts the CUDA driver in this process: not before a "
+      "fork.");
 }
 
 void bind_memory(py::module_& module) {
@@ -197,29 +239,32 @@ void bind_memory(py::module_& module) {
         if (length != 0) std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), length);
       },
       py::arg("dst"), py::arg("src"), py::arg("length"), Released(), "Copy length bytes, without Python's lock.");
-  module.def("prefault", &deadpool::prefault, py::arg("address"), py::arg("length"), Released(),
-             "Make every page of the range present and writable; contents stay. Raises where there is no memory for them.");
   module.def(
-      "load_u64", [](uint64_t address) { return deadpool::load_u64(deadpool::shared_word(address, "address")); }, py::arg("address"),
-      "The word at address (acquire).");
+      "prefault", &deadpool::prefault, py::arg("address"), py::arg("length"), Released(),
+      "Make every page of the range present and writable; contents stay. Raises where there is no memory for them.");
+  module.def(
+      "load_u64", [](uint64_t address) { return deadpool::load_u64(deadpool::shared_word(address, "address")); },
+      py::arg("address"), "The word at address (acquire).");
   module.def(
       "store_u64",
       [](uint64_t address, uint64_t value) { deadpool::store_u64(deadpool::shared_word(address, "address"), value); },
       py::arg("address"), py::arg("value"), "Set the word at address (release).");
   module.def(
       "add_u64",
-      [](uint64_t address, uint64_t value) { return deadpool::add_u64(deadpool::shared_word(address, "address"), value); },
+      [](uint64_t address, uint64_t value) {
+        return deadpool::add_u64(deadpool::shared_word(address, "address"), value);
+      },
       py::arg("address"), py::arg("value"), "Add to the word at address, modulo 2**64; returns its value after that.");
-  module.def("wait_u64_at_least", &wait_word, py::arg("address"), py::arg("value"), py::arg("timeout_s"), py::arg("stop_address") = 0,
-             py::arg("stop_value") = 0,
+  module.def("wait_u64_at_least", &wait_word, py::arg("address"), py::arg("value"), py::arg("timeout_s"),
+             py::arg("stop_address") = 0, py::arg("stop_value") = 0,
              "1 once *address >= value, 2 once *stop_address >= stop_value, 0 at the timeout. 1 wins where both hold.");
 }
 
 void bind_checksum(py::module_& module) {
-  module.def("crc32c", &checksum<deadpool::crc32c>, py::arg("address"), py::arg("length"), py::arg("seed") = 0, Released(),
-             "CRC32C of the bytes. seed: the checksum of the bytes before these.");
-  module.def("crc32c_portable", &checksum<deadpool::crc32c_portable>, py::arg("address"), py::arg("length"), py::arg("seed") = 0,
-             Released(), "crc32c without the processor's instructions for it.");
+  module.def("crc32c", &checksum<deadpool::crc32c>, py::arg("address"), py::arg("length"), py::arg("seed") = 0,
+             Released(), "CRC32C of the bytes. seed: the checksum of the bytes before these.");
+  module.def("crc32c_portable", &checksum<deadpool::crc32c_portable>, py::arg("address"), py::arg("length"),
+             py::arg("seed") = 0, Released(), "crc32c without the processor's instructions for it.");
   module.def("crc32c_combine", &deadpool::crc32c_combine, py::arg("crc1"), py::arg("crc2"), py::arg("len2"),
              "Checksum of a + b, from those of a and b and the length of b.");
   module.def("crc32c_implementation", &deadpool::crc32c_implementation,
@@ -234,6 +279,7 @@ PYBIND11_MODULE(_engine, module) {
   bind_cuda(module);
   bind_memory(module);
   bind_checksum(module);
+  py::module_::import("atexit").attr("register")(py::cpp_function(&close_live_queues));
 }
 
 #endif

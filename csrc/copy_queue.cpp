@@ -47,8 +47,8 @@ class SignalsBlocked {
 
 std::shared_ptr<void> MemoryBackend::order_after(std::optional<std::uint64_t> stream) {
   if (stream)
-    throw std::invalid_argument(text("stream is for queues of a CUDA device; this one copies host memory, got stream=", *stream,
-                                     ". Leave stream out, or make the queue with CopyQueue(device)."));
+    throw std::invalid_argument(text("stream is for queues of a CUDA device; this one copies host memory, got stream=",
+                                     *stream, ". Leave stream out, or make the queue with CopyQueue(device)."));
   return nullptr;
 }
 
@@ -98,17 +98,18 @@ CopyQueue::CopyQueue(std::unique_ptr<CopyBackend> backend) : state_(std::make_sh
 }
 
 CopyQueue::~CopyQueue() {
-  if (getpid() != state_->process) {
+  if (in_forked_child()) {
     // A forked child (a data loader's worker) has our memory but not our thread: locks may be held by nobody. Let go of
     // nothing; the child's exit frees it.
     new std::shared_ptr<State>(std::move(state_));
     return;
   }
   if (close(kDestructorPatience_s)) return;
-  std::fprintf(stderr,
-               "deadpool: a copy queue was destroyed while its job did not end for %.0f s (a device that hangs?); its thread is "
-               "left behind\n",
-               kDestructorPatience_s);
+  std::fprintf(
+      stderr,
+      "deadpool: a copy queue was destroyed while its job did not end for %.0f s (a device that hangs?); its thread is "
+      "left behind\n",
+      kDestructorPatience_s);
   const std::lock_guard lock(state_->join_mutex);
   if (state_->thread.joinable()) state_->thread.detach();
 }
@@ -160,15 +161,17 @@ void CopyQueue::work(const std::shared_ptr<State>& state) {
   s.changed.notify_all();
 }
 
+bool CopyQueue::in_forked_child() const { return getpid() != state_->process; }
+
 void CopyQueue::check_process() const {
-  if (getpid() != state_->process)
-    throw std::runtime_error(text("a copy queue works only in the process that made it (", state_->process, "), this is ",
-                                  getpid(), ", forked from it. Make a queue of its own here."));
+  if (in_forked_child())
+    throw std::runtime_error(text("a copy queue works only in the process that made it (", state_->process,
+                                  "), this is ", getpid(), ", forked from it. Make a queue of its own here."));
 }
 
-std::uint64_t CopyQueue::submit(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* lengths,
-                                std::size_t count, std::uint64_t flag_address, std::uint64_t flag_value,
-                                std::optional<std::uint64_t> stream) {
+std::uint64_t CopyQueue::submit(const std::uint64_t* sources, const std::uint64_t* destinations,
+                                const std::uint64_t* lengths, std::size_t count, std::uint64_t flag_address,
+                                std::uint64_t flag_value, std::optional<std::uint64_t> stream) {
   check_process();
   CopyJob job{{}, {}, {}, shared_word(flag_address, "flag_address"), flag_value, nullptr};
   job.sources.reserve(count);
@@ -201,15 +204,17 @@ bool CopyQueue::wait(std::uint64_t ticket, double timeout_s) {
   State& s = *state_;
   std::unique_lock lock(s.mutex);
   if (ticket == 0 || ticket > s.submitted)
-    throw std::invalid_argument(text("ticket must be one that submit() of this queue returned (1 to ", s.submitted, "), got ",
-                                     ticket, "."));
+    throw std::invalid_argument(
+        text("ticket must be one that submit() of this queue returned (1 to ", s.submitted, "), got ", ticket, "."));
   const auto dropped = [&] { return s.closing && ticket > s.done + (s.running ? 1 : 0); };
   s.changed.wait_until(lock, deadline, [&] { return s.done >= ticket || !s.failure.empty() || dropped(); });
   if (s.done >= ticket) return true;
   if (!s.failure.empty()) throw std::runtime_error(s.failure);
   if (dropped())
-    throw std::runtime_error(text("copy job ", ticket, " was dropped: the queue was closed before it began, nothing of it was "
-                                  "copied and its flag is unchanged. Wait for a ticket before closing if its copy is needed."));
+    throw std::runtime_error(
+        text("copy job ", ticket,
+             " was dropped: the queue was closed before it began, nothing of it was "
+             "copied and its flag is unchanged. Wait for a ticket before closing if its copy is needed."));
   return false;
 }
 
@@ -219,7 +224,10 @@ std::uint64_t CopyQueue::pending() const {
   return state_->waiting.size() + (state_->running ? 1 : 0);
 }
 
-std::uint64_t CopyQueue::bytes_copied() const { return state_->bytes_copied.load(std::memory_order_relaxed); }
+std::uint64_t CopyQueue::bytes_copied() const {
+  check_process();
+  return state_->bytes_copied.load(std::memory_order_relaxed);
+}
 
 bool CopyQueue::close(double timeout_s) {
   check_process();

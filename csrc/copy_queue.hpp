@@ -1,7 +1,7 @@
 // A queue of copy jobs and the one thread that works them off, in order.
 //
-// The training thread submits the addresses of all tensors of a snapshot and goes on at once. The queue's thread copies them
-// and then stores a value to a flag in shared memory, where the agent sees it. Neither needs Python.
+// The training thread submits the addresses of all tensors of a snapshot and goes on at once. The queue's thread copies
+// them and then stores a value to a flag in shared memory, where the agent sees it. Neither needs Python.
 //
 // How bytes move is the backend's: plain memory here, CUDA in cuda_copy.cpp.
 #pragma once
@@ -35,8 +35,8 @@ class CopyBackend {
   // On the submitting thread; must not block. `stream` is what the copies have to follow.
   virtual std::shared_ptr<void> order_after(std::optional<std::uint64_t> stream) = 0;
 
-  // On the queue's thread: copies all entries, then stores the flag (release). Adds to bytes_copied as it goes. Throws if
-  // a copy failed, and then has not stored the flag.
+  // On the queue's thread: copies all entries, then stores the flag (release). Adds to bytes_copied as it goes. Throws
+  // if a copy failed, and then has not stored the flag.
   virtual void run(const CopyJob& job, std::atomic<std::uint64_t>& bytes_copied) = 0;
 };
 
@@ -50,7 +50,8 @@ class CopyQueue {
  public:
   // Returns once the backend has started; throws what its start threw.
   explicit CopyQueue(std::unique_ptr<CopyBackend> backend);
-  // Closes. A job that is still stuck after half a minute (a device that hangs) is left to its thread, with a line on stderr.
+  // Closes. A job that is still stuck after half a minute (a device that hangs) is left to its thread, with a line on
+  // stderr.
   ~CopyQueue();
   CopyQueue(const CopyQueue&) = delete;
   CopyQueue& operator=(const CopyQueue&) = delete;
@@ -68,9 +69,12 @@ class CopyQueue {
   std::uint64_t pending() const;
   std::uint64_t bytes_copied() const;
 
-  // Takes no more jobs, drops those not begun (their wait() throws), and waits for the one that runs. True once the thread
-  // has ended, false when timeout_s passed first; call it again then. Closing twice is fine.
+  // Takes no more jobs, drops those not begun (their wait() throws), and waits for the one that runs. True once the
+  // thread has ended, false when timeout_s passed first; call it again then. Closing twice is fine.
   bool close(double timeout_s);
+
+  // True in a process forked from the one that made the queue. There every call but this and the destructor throws.
+  bool in_forked_child() const;
 
  private:
   struct State;

@@ -4,8 +4,8 @@
 //   shift(crc, k): crc·k·x^33, by a carry-less product whose 64 bits step8 then reduces (the 33 comes from there: 32 by
 //   the instruction, 1 because the product of two reflected numbers stands one bit low).
 //
-// Why lanes: the instruction has a latency of 2 to 3 cycles and can start every cycle, so one dependent chain runs at a third
-// of its speed. Three chains over neighbouring stretches fill the gap; joining them costs two products per block.
+// Why lanes: the instruction has a latency of 2 to 3 cycles and can start every cycle, so one dependent chain runs at a
+// third of its speed. Three chains over neighbouring stretches fill the gap; joining them costs two products per block.
 
 template <std::size_t kLane>
 CRC_TARGET inline std::uint32_t crc_lanes(std::uint32_t crc, const unsigned char*& p, std::size_t& length) {

@@ -2,9 +2,9 @@
 
 #if defined(__x86_64__)
 
-#include <cstring>
 #include <nmmintrin.h>
 #include <wmmintrin.h>
+#include <cstring>
 
 #include "crc32c_field.hpp"
 
@@ -21,8 +21,8 @@ CRC_TARGET inline std::uint32_t step8(std::uint32_t crc, std::uint64_t word) {
 CRC_TARGET inline std::uint32_t step1(std::uint32_t crc, unsigned char byte) { return _mm_crc32_u8(crc, byte); }
 
 CRC_TARGET inline std::uint32_t shift(std::uint32_t crc, std::uint32_t k) {
-  const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi32_si128(static_cast<int>(crc)),
-                                               _mm_cvtsi32_si128(static_cast<int>(k)), 0);
+  const __m128i product =
+      _mm_clmulepi64_si128(_mm_cvtsi32_si128(static_cast<int>(crc)), _mm_cvtsi32_si128(static_cast<int>(k)), 0);
   return step8(0, static_cast<std::uint64_t>(_mm_cvtsi128_si64(product)));
 }
 

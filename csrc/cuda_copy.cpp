@@ -1,8 +1,8 @@
 // The CUDA half of the copy queue. Host code only: any C++ compiler with CUDA's headers builds it, nvcc included.
 //
-// Linked with the static CUDA runtime, which loads the driver when first called. So the module is imported on a machine without
-// one, and it does not depend on which libcudart PyTorch brought along: streams and page-locked memory belong to the driver's
-// context, which both runtimes share.
+// Linked with the static CUDA runtime, which loads the driver when first called. So the module is imported on a machine
+// without one, and it does not depend on which libcudart PyTorch brought along: streams and page-locked memory belong
+// to the driver's context, which both runtimes share.
 
 #include <cuda_runtime_api.h>
 
@@ -25,10 +25,13 @@ static_assert(sizeof(void*) == sizeof(std::uint64_t) && sizeof(std::size_t) == s
 void check(cudaError_t status, const char* call, const char* next) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // else the next unrelated call of this thread would report it again
+  if (status == cudaErrorInsufficientDriver || status == cudaErrorNoDevice)
+    next = "This machine has no CUDA device, or a driver older than the toolkit that deadpool was built with.";
   throw std::runtime_error(text(call, ": ", cudaGetErrorName(status), " (", cudaGetErrorString(status), "). ", next));
 }
 
-constexpr const char* kDeviceLost = "If the device is healthy, this is a fault in the addresses given; else restart the worker.";
+constexpr const char* kDeviceLost =
+    "If the device is healthy, this is a fault in the addresses given; else restart the worker.";
 
 class Event {
  public:
@@ -47,13 +50,18 @@ class Event {
 class Stream {
  public:
   Stream() {
-    // `least` is the priority of ordinary streams, so this yields only to streams made with a higher one. Copy engines work
-    // beside the kernels either way.
+    // `least` is the priority of ordinary streams, so this yields only to streams made with a higher one. Copy engines
+    // work beside the kernels either way.
     int least = 0, greatest = 0;
     check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange", kDeviceLost);
-    check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, least), "cudaStreamCreateWithPriority", kDeviceLost);
+    check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, least), "cudaStreamCreateWithPriority",
+          kDeviceLost);
   }
-  ~Stream() { cudaStreamDestroy(stream_); }
+  ~Stream() {
+    cudaStreamSynchronize(
+        stream_);  // after a job that failed half-way: whoever closes may unmap or reuse the memory next
+    cudaStreamDestroy(stream_);
+  }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   cudaStream_t get() const { return stream_; }
@@ -75,9 +83,11 @@ void CUDART_CB store_flag(void* argument) {  // on a thread of the driver; must 
 // CUDA would copy from pageable memory too, silently, through a bounce buffer and in step with the host.
 void check_page_locked(std::uint64_t address, const char* name) {
   cudaPointerAttributes attributes{};
-  check(cudaPointerGetAttributes(&attributes, reinterpret_cast<const void*>(address)), "cudaPointerGetAttributes", kDeviceLost);
+  check(cudaPointerGetAttributes(&attributes, reinterpret_cast<const void*>(address)), "cudaPointerGetAttributes",
+        kDeviceLost);
   if (attributes.type == cudaMemoryTypeUnregistered)
-    throw std::runtime_error(text("the ", name, " 0x", std::hex, address, " must be device memory or page-locked host memory, and is "
+    throw std::runtime_error(text("the ", name, " 0x", std::hex, address,
+                                  " must be device memory or page-locked host memory, and is "
                                   "neither. Call host_register on its mapping first."));
 }
 
@@ -99,12 +109,14 @@ class CudaBackend : public CopyBackend {
 
   std::shared_ptr<void> order_after(std::optional<std::uint64_t> stream) override {
     if (!stream)
-      throw std::invalid_argument(text("stream must be given to a queue of CUDA device ", device_, ": the copies have to follow the "
+      throw std::invalid_argument(text("stream must be given to a queue of CUDA device ", device_,
+                                       ": the copies have to follow the "
                                        "work queued there. Pass torch.cuda.current_stream().cuda_stream."));
     int current = -1;
     check(cudaGetDevice(&current), "cudaGetDevice", kDeviceLost);
     if (current != device_)
-      throw std::runtime_error(text("the queue is of CUDA device ", device_, ", the calling thread's current device is ", current,
+      throw std::runtime_error(text("the queue is of CUDA device ", device_,
+                                    ", the calling thread's current device is ", current,
                                     ". Call torch.cuda.set_device(", device_, ") on this thread first."));
     auto event = std::make_shared<Event>(0);
     check(cudaEventRecord(event->get(), reinterpret_cast<cudaStream_t>(*stream)), "cudaEventRecord",
@@ -116,15 +128,17 @@ class CudaBackend : public CopyBackend {
     if (!job.lengths.empty()) {
       // All entries of a snapshot lie in one slot: first and last stand for the rest.
       for (const std::uint64_t source : {job.sources.front(), job.sources.back()}) check_page_locked(source, "source");
-      for (const std::uint64_t target : {job.destinations.front(), job.destinations.back()}) check_page_locked(target, "destination");
+      for (const std::uint64_t target : {job.destinations.front(), job.destinations.back()})
+        check_page_locked(target, "destination");
     }
-    check(cudaStreamWaitEvent(stream_->get(), static_cast<const Event*>(job.after.get())->get(), 0), "cudaStreamWaitEvent", kDeviceLost);
+    check(cudaStreamWaitEvent(stream_->get(), static_cast<const Event*>(job.after.get())->get(), 0),
+          "cudaStreamWaitEvent", kDeviceLost);
     if (!job.lengths.empty() && !copy_batch(job)) copy_one_by_one(job);
 
     auto store = std::make_unique<FlagStore>(FlagStore{job.flag, job.flag_value});
     check(cudaLaunchHostFunc(stream_->get(), store_flag, store.get()), "cudaLaunchHostFunc", kDeviceLost);
-    // The driver has the pointer now. It is freed below, once the stream has passed it, and not at all if the device fails:
-    // whether the driver still uses it cannot be known then.
+    // The driver has the pointer now. It is freed below, once the stream has passed it, and not at all if the device
+    // fails: whether the driver still uses it cannot be known then.
     FlagStore* handed_over = store.release();
     check(cudaEventRecord(finished_->get(), stream_->get()), "cudaEventRecord", kDeviceLost);
     check(cudaEventSynchronize(finished_->get()), "cudaEventSynchronize", kDeviceLost);
@@ -146,12 +160,12 @@ class CudaBackend : public CopyBackend {
     attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
     std::size_t first = 0;
 #if CUDART_VERSION >= 13000
-    const cudaError_t status = cudaMemcpyBatchAsync(destinations, const_cast<const void**>(sources), lengths, job.lengths.size(),
-                                                    &attributes, &first, 1, stream_->get());
+    const cudaError_t status = cudaMemcpyBatchAsync(destinations, const_cast<const void**>(sources), lengths,
+                                                    job.lengths.size(), &attributes, &first, 1, stream_->get());
 #else
     std::size_t failed = 0;
-    const cudaError_t status = cudaMemcpyBatchAsync(destinations, sources, lengths, job.lengths.size(), &attributes, &first, 1, &failed,
-                                                    stream_->get());
+    const cudaError_t status = cudaMemcpyBatchAsync(destinations, sources, lengths, job.lengths.size(), &attributes,
+                                                    &first, 1, &failed, stream_->get());
 #endif
     if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) {
       check(status, "cudaMemcpyBatchAsync", kDeviceLost);
@@ -197,7 +211,8 @@ void with_device(std::optional<int> device, Call call) {
 
 void host_register(std::uint64_t address, std::uint64_t length, std::optional<int> device) {
   check_range(address, length, "address");
-  if (length == 0) throw std::invalid_argument("length must be more than 0 to page-lock memory. Pass the mapping's length.");
+  if (length == 0)
+    throw std::invalid_argument("length must be more than 0 to page-lock memory. Pass the mapping's length.");
   with_device(device, [&] {
     // Portable: page-locked for every context, not only the one that is current now.
     check(cudaHostRegister(reinterpret_cast<void*>(address), length, cudaHostRegisterPortable), "cudaHostRegister",
@@ -208,7 +223,8 @@ void host_register(std::uint64_t address, std::uint64_t length, std::optional<in
 void host_unregister(std::uint64_t address, std::optional<int> device) {
   if (address == 0) throw std::invalid_argument("address is null. Pass the address given to host_register.");
   with_device(device, [&] {
-    check(cudaHostUnregister(reinterpret_cast<void*>(address)), "cudaHostUnregister", "Pass the address given to host_register, once.");
+    check(cudaHostUnregister(reinterpret_cast<void*>(address)), "cudaHostUnregister",
+          "Pass the address given to host_register, once.");
   });
 }
 
@@ -216,7 +232,8 @@ std::optional<std::string> unavailable_reason() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   cudaGetLastError();
-  if (status != cudaSuccess) return text("no CUDA device can be used: ", cudaGetErrorName(status), " (", cudaGetErrorString(status), ")");
+  if (status != cudaSuccess)
+    return text("no CUDA device can be used: ", cudaGetErrorName(status), " (", cudaGetErrorString(status), ")");
   if (count == 0) return "no CUDA device is visible";
   return std::nullopt;
 }

@@ -47,9 +47,11 @@ void populate_by_touch(std::uint64_t begin, std::uint64_t end, std::uint64_t pag
 
 std::uint64_t* shared_word(std::uint64_t address, const char* name) {
   if (address == 0)
-    throw std::invalid_argument(text(name, " is null. Pass the address of 8 bytes that stay mapped as long as they are used."));
+    throw std::invalid_argument(
+        text(name, " is null. Pass the address of 8 bytes that stay mapped as long as they are used."));
   if (address % 8 != 0)
-    throw std::invalid_argument(text(name, " must be a multiple of 8, got 0x", std::hex, address, " (", std::dec, address % 8,
+    throw std::invalid_argument(text(name, " must be a multiple of 8, got 0x", std::hex, address, " (", std::dec,
+                                     address % 8,
                                      " past one). Place the word at an aligned offset of its control block."));
   return reinterpret_cast<std::uint64_t*>(address);
 }
@@ -57,10 +59,12 @@ std::uint64_t* shared_word(std::uint64_t address, const char* name) {
 void check_range(std::uint64_t address, std::uint64_t length, const char* name) {
   if (length == 0) return;
   if (address == 0)
-    throw std::invalid_argument(text(name, " is null with a length of ", length, " bytes. Pass the address of mapped memory, or length 0."));
+    throw std::invalid_argument(
+        text(name, " is null with a length of ", length, " bytes. Pass the address of mapped memory, or length 0."));
   if (address + length < address)
-    throw std::invalid_argument(text(name, " 0x", std::hex, address, std::dec, " plus ", length,
-                                     " bytes runs past the end of the address space. Check the order of address and length."));
+    throw std::invalid_argument(
+        text(name, " 0x", std::hex, address, std::dec, " plus ", length,
+             " bytes runs past the end of the address space. Check the order of address and length."));
 }
 
 void check_copy(std::uint64_t source, std::uint64_t destination, std::uint64_t length) {
@@ -68,8 +72,8 @@ void check_copy(std::uint64_t source, std::uint64_t destination, std::uint64_t l
   check_range(destination, length, "destination");
   const std::uint64_t distance = source > destination ? source - destination : destination - source;
   if (distance < length)
-    throw std::invalid_argument(text("source and destination must not overlap: 0x", std::hex, source, " and 0x", destination,
-                                     std::dec, " are ", distance, " bytes apart, the length is ", length,
+    throw std::invalid_argument(text("source and destination must not overlap: 0x", std::hex, source, " and 0x",
+                                     destination, std::dec, " are ", distance, " bytes apart, the length is ", length,
                                      ". Copy to memory of its own."));
 }
 
@@ -77,10 +81,12 @@ std::uint64_t load_u64(const std::uint64_t* word) { return __atomic_load_n(word,
 
 void store_u64(std::uint64_t* word, std::uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-std::uint64_t add_u64(std::uint64_t* word, std::uint64_t value) { return __atomic_add_fetch(word, value, __ATOMIC_ACQ_REL); }
+std::uint64_t add_u64(std::uint64_t* word, std::uint64_t value) {
+  return __atomic_add_fetch(word, value, __ATOMIC_ACQ_REL);
+}
 
-WaitResult wait_u64_at_least(const std::uint64_t* word, std::uint64_t value, double timeout_s, const std::uint64_t* stop,
-                             std::uint64_t stop_value) {
+WaitResult wait_u64_at_least(const std::uint64_t* word, std::uint64_t value, double timeout_s,
+                             const std::uint64_t* stop, std::uint64_t stop_value) {
   const auto deadline = deadline_after(timeout_s);
   std::chrono::nanoseconds sleep = kShortestSleep;
   for (int tries = 0;; ++tries) {
@@ -107,13 +113,14 @@ void prefault(std::uint64_t address, std::uint64_t length) {
     if (madvise(reinterpret_cast<void*>(at), stop - at, MADV_POPULATE_WRITE) == 0) continue;
     const int why = errno;
     if (why == EINVAL) return populate_by_touch(std::max(at, address), end, page);  // a kernel before 5.14
-    throw std::runtime_error(text("could not make 0x", std::hex, at, std::dec, " + ", stop - at, " bytes present (part of 0x",
-                                  std::hex, address, std::dec, " + ", length, "): ", std::strerror(why),
-                                  why == EFAULT   ? ". Shared memory is full or its file shorter than the mapping: free or enlarge "
-                                                    "/dev/shm, or ask for smaller slots."
-                                  : why == ENOMEM ? ". The range is not all mapped, or memory is exhausted: check the length "
-                                                    "against the mapping's."
-                                                  : ". Check that the range is mapped for writing."));
+    throw std::runtime_error(
+        text("could not make 0x", std::hex, at, std::dec, " + ", stop - at, " bytes present (part of 0x", std::hex,
+             address, std::dec, " + ", length, "): ", std::strerror(why),
+             why == EFAULT   ? ". Shared memory is full or its file shorter than the mapping: free or enlarge "
+                               "/dev/shm, or ask for smaller slots."
+             : why == ENOMEM ? ". The range is not all mapped, or memory is exhausted: check the length "
+                               "against the mapping's."
+                             : ". Check that the range is mapped for writing."));
   }
 }
 

@@ -15,8 +15,8 @@ void check_range(std::uint64_t address, std::uint64_t length, const char* name);
 // Throws invalid_argument if either range is bad or the two overlap.
 void check_copy(std::uint64_t source, std::uint64_t destination, std::uint64_t length);
 
-std::uint64_t load_u64(const std::uint64_t* word);            // acquire
-void store_u64(std::uint64_t* word, std::uint64_t value);     // release
+std::uint64_t load_u64(const std::uint64_t* word);                // acquire
+void store_u64(std::uint64_t* word, std::uint64_t value);         // release
 std::uint64_t add_u64(std::uint64_t* word, std::uint64_t value);  // acquire and release; returns the value after
 
 enum class WaitResult : int { timed_out = 0, reached = 1, stopped = 2 };
@@ -26,9 +26,9 @@ enum class WaitResult : int { timed_out = 0, reached = 1, stopped = 2 };
 WaitResult wait_u64_at_least(const std::uint64_t* word, std::uint64_t value, double timeout_s,
                              const std::uint64_t* stop = nullptr, std::uint64_t stop_value = 0);
 
-// Makes every page of the range present and writable, so that the first snapshot does not pay for it. Leaves the contents
-// as they are. Throws runtime_error when the memory cannot be had (shared memory full: without this, a later write would
-// end the process with SIGBUS).
+// Makes every page of the range present and writable, so that the first snapshot does not pay for it. Leaves the
+// contents as they are. Throws runtime_error when the memory cannot be had (shared memory full: without this, a later
+// write would end the process with SIGBUS).
 void prefault(std::uint64_t address, std::uint64_t length);
 
 }  // namespace deadpool

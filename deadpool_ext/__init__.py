@@ -1,7 +1,7 @@
 """Python face of the compiled engine: copy queues, checksum, words in shared memory.
 
-All of it takes addresses and lengths as integers and releases Python's lock while it works. See _engine.pyi for what each
-function promises, and csrc/ for how.
+All of it takes addresses and lengths as integers and releases Python's lock while it works. _engine.pyi says what each
+function promises, csrc/ how.
 """
 
 from deadpool_ext._engine import (

@@ -7,8 +7,9 @@ import numpy.typing as npt
 class CopyQueue:
     """Copy jobs, worked off in order by one thread of the engine.
 
-    device None copies host memory; an index copies between that CUDA device and page-locked host memory. Works only in the
-    process that made it. A job that fails ends the queue: its ticket and all later ones raise RuntimeError from wait().
+    device None copies host memory; an index copies between that CUDA device and page-locked host memory. Works only in
+    the process that made it. A job that fails ends the queue: its ticket and all later ones raise RuntimeError from
+    wait(). At Python's exit every queue is closed, which waits for the job that runs.
     """
 
     def __init__(self, device: int | None = None) -> None: ...
@@ -23,13 +24,14 @@ class CopyQueue:
     ) -> int:
         """Queue copies of lengths[i] bytes from address src[i] to dst[i]; returns a ticket at once.
 
-        The arrays are copied and may be reused. The memory they name, and that of the flag, must stay mapped until the job is
-        done. Then flag_value is stored at flag_address (8 bytes, aligned; release). stream is for CUDA queues and needed
-        there: the copies follow the work that it holds now (torch.cuda.current_stream().cuda_stream).
+        The arrays are copied and may be reused. The memory they name, and that of the flag, must stay mapped until the
+        job is done: keep its owners alive. Then flag_value is stored at flag_address (8 bytes, aligned; release).
+        stream is for CUDA queues and needed there: the copies follow the work that it holds now
+        (torch.cuda.current_stream().cuda_stream).
         """
 
     def wait(self, ticket: int, timeout_s: float) -> bool:
-        """True once the ticket's job is done, False at the timeout; RuntimeError if it failed or was dropped by close()."""
+        """True once the ticket's job is done, False at the timeout; RuntimeError if it failed or close() dropped it."""
 
     def pending(self) -> int:
         """Jobs not yet done, the running one included."""
@@ -38,10 +40,10 @@ class CopyQueue:
         """Bytes copied so far; moves while a job of host memory runs, and after each job of a CUDA device."""
 
     def close(self, timeout_s: float = ...) -> bool:
-        """Finish the running job, drop those not begun, end the thread. False if timeout_s passed first: call it again."""
+        """Finish the running job, drop those not begun, end the thread. False if timeout_s passed first: call again."""
 
 def crc32c(address: int, length: int, seed: int = 0) -> int:
-    """CRC32C, as in iSCSI. seed is the checksum of the bytes before these: crc32c(b, nb, crc32c(a, na)) is that of a + b."""
+    """CRC32C, as in iSCSI. seed is the checksum of the bytes before: crc32c(b, nb, crc32c(a, na)) is that of a + b."""
 
 def crc32c_portable(address: int, length: int, seed: int = 0) -> int:
     """crc32c without the processor's instructions for it."""
@@ -82,4 +84,4 @@ def host_unregister(address: int, device: int | None = None) -> None:
     """Undo host_register; call it before the mapping goes."""
 
 def cuda_unavailable_reason() -> str | None:
-    """None where CopyQueue(device) can work, else why not. Starts the CUDA driver in this process: not before a fork."""
+    """None where CopyQueue(device) can work, else why not. Starts the CUDA driver: not before a fork."""

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# What file systems answer that have no flock (some Lustre and NFS mounts). They lose the check for a second writer only.
+# What file systems without flock answer (some Lustre and NFS mounts). Only the check for a second writer is lost there.
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 

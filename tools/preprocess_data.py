@@ -14,6 +14,7 @@ One process reads and writes, in order; the workers parse and tokenize chunks of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import shlex
@@ -21,7 +22,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from documents import (
 )
 from output_files import Interrupted, OutputFiles, UserError, signals_as_exceptions
 from progress import Progress
-from text_tokenizers import BuiltTokenizer, add_tokenizer_flags, build
+from text_tokenizers import BuiltTokenizer, add_tokenizer_flags, build, quiet_imports
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -154,7 +155,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="how an id is stored; auto (default) is Megatron's choice by the size of the vocabulary",
     )
     group.add_argument("--skip-bad", action="store_true", help="leave out lines that cannot be used, and count them")
-    group.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: the CPUs usable here")
+    group.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: the usable CPUs")
     add_tokenizer_flags(parser)
     args = parser.parse_args(argv)
     if args.workers < 1:
@@ -172,7 +173,8 @@ def choose_dtype(name: str, vocab_size: int) -> type[np.integer]:
     Raises:
         UserError: the largest id does not fit the type asked for.
     """
-    from megatron.core.datasets.indexed_dataset import DType
+    with quiet_imports():
+        from megatron.core.datasets.indexed_dataset import DType
 
     dtype = DType.optimal_dtype(vocab_size) if name == "auto" else _DTYPES[name]
     largest = np.iinfo(dtype).max
@@ -200,35 +202,46 @@ def output_paths(prefix: str, keys: Iterable[str]) -> list[Path]:
     return [Path(f"{stem}.{kind}") for stem in stems for kind in ("bin", "idx")]
 
 
-def in_order[T, R](function: Callable[[T], R], items: Iterable[T], workers: int, initializer: Callable) -> Iterator[R]:
-    """map() over forked processes: results in the order of the items, and a bounded number of them in memory.
+def encode_in_order(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Iterator[EncodedChunk]:
+    """`encoder.encode_chunk` over forked processes: results in the order of the chunks, a bounded number in memory.
 
     Raises:
         UserError: a worker died (out of memory, killed).
     """
-    # Forked after the imports, so that a worker starts at once and shares the tokenizer's memory.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer, (os.getpid(),))
-    pending: deque[Future[R]] = deque()
+    # Forked after the imports, so that a worker starts at once and has the encoder without its being pickled.
+    context = multiprocessing.get_context("fork")
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, context, start_worker, (os.getpid(), encoder))
+    pending: deque[Future[EncodedChunk]] = deque()
     try:
-        for item in items:
-            pending.append(pool.submit(function, item))
+        for chunk in chunks:
+            pending.append(pool.submit(encode_in_worker, chunk))
             if len(pending) >= workers * CHUNKS_PER_WORKER:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
-            f"a worker process ended before its work did: killed, or out of memory ({error}). Use fewer --workers, or "
-            "look into the kernel's log."
+            "a worker process ended before its work did: killed, or out of memory. Use fewer --workers, or look into "
+            "the kernel's log."
         ) from error
     finally:
+        if pending:  # stopped early: nobody wants what the workers are at
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def start_worker(parent: int) -> None:
+# What this worker process encodes with; set once, at its start.
+_worker_encoder: Encoder | None = None
+
+
+def start_worker(parent: int, encoder: Encoder) -> None:
     """Leaves signals to the parent, and ends with it however it ends."""
     import ctypes
 
+    global _worker_encoder
+    _worker_encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent winds the workers up
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -237,6 +250,20 @@ def start_worker(parent: int) -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def encode_in_worker(chunk: Chunk) -> EncodedChunk:
+    assert _worker_encoder is not None, "start_worker runs first"
+    return _worker_encoder.encode_chunk(chunk)
+
+
+def encoded(args: argparse.Namespace, encoder: Encoder, inputs: list[str]) -> Iterator[EncodedChunk]:
+    """The input's chunks, encoded, in order. Close it to end the workers."""
+    chunks = read_chunks(inputs, args.input_format)
+    if args.workers > 1:
+        yield from encode_in_order(encoder, chunks, args.workers)
+    else:
+        yield from map(encoder.encode_chunk, chunks)
 
 
 def write_documents(builder: IndexedDatasetBuilder, tokens: KeyTokens) -> None:
@@ -260,20 +287,18 @@ def run(args: argparse.Namespace, encoder: Encoder, inputs: list[str], out: Outp
     builders = [IndexedDatasetBuilder(str(binary), dtype=encoder.dtype) for binary, _ in pairs]
     keys = len(args.json_keys)
     totals = Totals([0] * keys, [0] * keys, [0] * keys)
-    chunks = read_chunks(inputs, args.input_format)
-    if args.workers == 1:
-        results: Iterable[EncodedChunk] = map(encoder.encode_chunk, chunks)
-    else:
-        results = in_order(encoder.encode_chunk, chunks, args.workers, start_worker)
-    with Progress("tokenizing", total_bytes(inputs)) as progress:
-        for result in results:
-            count_bad(result.bad, totals, args.skip_bad, progress)
-            for key, tokens in enumerate(result.keys):
+    with (
+        contextlib.closing(encoded(args, encoder, inputs)) as chunks,
+        Progress("tokenizing", total_bytes(inputs)) as bar,
+    ):
+        for chunk in chunks:
+            count_bad(chunk.bad, totals, args.skip_bad, bar)
+            for key, tokens in enumerate(chunk.keys):
                 write_documents(builders[key], tokens)
                 totals.documents[key] += len(tokens.lengths)
                 totals.tokens[key] += sum(tokens.lengths)
                 totals.empty[key] += tokens.empty
-            progress.update(result.position_bytes)
+            bar.update(chunk.position_bytes)
     for key, documents in zip(args.json_keys, totals.documents, strict=True):
         if documents == 0:
             raise UserError(

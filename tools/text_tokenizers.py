@@ -20,11 +20,14 @@ agree between preprocessing and training is therefore the ids in the file, the s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import logging
 import os
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,6 +116,19 @@ def build(args: argparse.Namespace) -> BuiltTokenizer:
     return _built_by_megatron(args)
 
 
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Hushes what torch and megatron-core say, when imported, about GPU packages: nothing that concerns this tool."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
+
+
 def numbers_as_flags(vocab_size: int, eod: int | None) -> tuple[str, ...]:
     """Training flags that stand for any tokenizer of this size and end of document."""
     flags = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size))
@@ -120,7 +136,8 @@ def numbers_as_flags(vocab_size: int, eod: int | None) -> tuple[str, ...]:
 
 
 def _byte_level(args: argparse.Namespace) -> BuiltTokenizer:
-    from megatron.core.tokenizers import MegatronTokenizer
+    with quiet_imports():
+        from megatron.core.tokenizers import MegatronTokenizer
 
     vocab_size = BYTE_LEVEL_VOCAB_SIZE if args.vocab_size is None else args.vocab_size
     if vocab_size < BYTE_LEVEL_VOCAB_SIZE:
@@ -219,8 +236,9 @@ def _megatron_can_load_hugging_face(args: argparse.Namespace) -> bool:
 
 
 def _built_by_megatron(args: argparse.Namespace) -> BuiltTokenizer:
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training.config import TokenizerConfig
+    with quiet_imports():
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+        from megatron.training.config import TokenizerConfig
 
     _check_megatron_files(args)
     defaults = vars(TokenizerConfig(pad_vocab_size=False))  # padding is the model's business, not the data's
@@ -247,14 +265,15 @@ def _check_megatron_files(args: argparse.Namespace) -> None:
         _check_tiktoken_size(args)
     elif "WordPiece" in args.tokenizer_type:
         if importlib.util.find_spec("transformers") is None:
-            raise UserError(f"{args.tokenizer_type} needs the transformers package. Install it: pip install transformers")
+            raise UserError(f"{args.tokenizer_type} needs the transformers package. Install it with pip.")
     elif args.tokenizer_type != "HuggingFaceTokenizer":
         _require_file("--tokenizer-model", _require_model(args))
 
 
 def _check_tiktoken_size(args: argparse.Namespace) -> None:
     """megatron-core takes exactly vocab_size - special tokens entries of the file, and assumes 131072 by default."""
-    from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import DEFAULT_TIKTOKEN_MAX_VOCAB
+    with quiet_imports():
+        from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import DEFAULT_TIKTOKEN_MAX_VOCAB
 
     try:
         entries = json.loads(Path(args.tokenizer_model).read_text(encoding="utf-8"))
@@ -264,12 +283,13 @@ def _check_tiktoken_size(args: argparse.Namespace) -> None:
             f"{args.tokenizer_model} is not JSON: {error}. Convert the vocabulary first."
         ) from error
     size = args.vocab_size or DEFAULT_TIKTOKEN_MAX_VOCAB
-    largest = len(entries) + args.tiktoken_num_special_tokens
+    special = args.tiktoken_num_special_tokens
+    largest = len(entries) + special
     if size > largest:
         raise UserError(
-            f"TikTokenizer: --vocab-size ({size}{'' if args.vocab_size else ', the default'}) may be at most the file's "
-            f"tokens plus --tiktoken-num-special-tokens: {len(entries)} + {args.tiktoken_num_special_tokens} = "
-            f"{largest}. Pass --vocab-size {largest}, here and in training."
+            f"--vocab-size of TikTokenizer ({size}{'' if args.vocab_size else ' by default'}) may be at most the "
+            f"file's tokens plus --tiktoken-num-special-tokens: {len(entries)} + {special} = {largest}. Pass "
+            f"--vocab-size {largest}, here and in training."
         )
 
 

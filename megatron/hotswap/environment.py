@@ -76,9 +76,9 @@ def agent() -> AgentEnvironment:
     )
 
 
-def in_worker() -> bool:
-    """Whether this process was started by an agent to train a rank."""
-    return "DEADPOOL_LINK_FD" in os.environ
+def in_training() -> bool:
+    """Whether this process was started by an agent to train a rank (or by such a process)."""
+    return "DEADPOOL_WORKER" in os.environ
 
 
 def worker() -> WorkerEnvironment:

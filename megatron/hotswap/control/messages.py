@@ -203,6 +203,7 @@ class Assign(_Message, frozen=True):
 
     version: int  # of the membership to come
     ranks: tuple[int, ...]
+    world_size: int
 
 
 class Resume(_Message, frozen=True):
@@ -230,6 +231,10 @@ class Arm(_Message, frozen=True):
     injection: Injection
 
 
+class Alive(_Message, frozen=True):
+    """The coordinator lives. The answer to every heartbeat."""
+
+
 class Stop(_Message, frozen=True):
     """The job is over: end the workers and yourself."""
 
@@ -241,7 +246,7 @@ FromAgent = (
     Join | WorkerReady | Heartbeat | Acknowledged | StepDone | WorkerError | WorkerLost | HaltReport | ReplicaReport
     | Restored | FirstStep | Finished | Note
 )
-FromCoordinator = Welcome | Refused | Start | Halt | Assign | Resume | Commit | Arm | Stop
+FromCoordinator = Welcome | Refused | Start | Halt | Assign | Resume | Commit | Arm | Alive | Stop
 
 
 # ---- what only the coordinator's own service tells the core

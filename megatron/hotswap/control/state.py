@@ -299,8 +299,11 @@ class Control:
     def _note(self, incarnation: str, event: m.Note, now: float) -> list[Decision]:
         return [Log(event.kind, event.text, {"node": self.agents[incarnation].node})]
 
-    def _alive(self, incarnation: str, event: m.Event, now: float) -> list[Decision]:
-        return []
+    def _heartbeat(self, incarnation: str, event: m.Heartbeat, now: float) -> list[Decision]:
+        return [Send(incarnation, m.Alive())]
+
+    def _step_done(self, incarnation: str, event: m.StepDone, now: float) -> list[Decision]:
+        return []  # the service records it; the core decides nothing by it
 
     # ---- losing nodes
 
@@ -373,7 +376,7 @@ class Control:
             for worker, rank in enumerate(ranks):
                 spare.ranks[worker] = rank
                 members[rank] = spare.member(worker)
-            out.append(Send(spare.incarnation, m.Assign(self.version, tuple(ranks))))
+            out.append(Send(spare.incarnation, m.Assign(self.version, tuple(ranks), len(members))))
             out.append(Log("assign", f"spare {spare.node} takes ranks {ranks}", {"node": spare.node, "ranks": ranks}))
         self.membership = m.Membership(self.version, tuple(members), self.membership.holders)
         if not self._vacant():
@@ -509,13 +512,13 @@ _STARTED = _LIVE[1:]
 _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.Join): Control._join for p in _LIVE},
     **{(p, m.WorkerReady): Control._ready for p in _LIVE},
-    **{(p, m.Heartbeat): Control._alive for p in Phase},
+    **{(p, m.Heartbeat): Control._heartbeat for p in Phase},
     **{(p, m.AgentLost): Control._agent_lost for p in _LIVE},
     **{(p, m.WorkerLost): Control._worker_lost for p in _LIVE},
     **{(p, m.Inject): Control._inject for p in _LIVE},
     **{(p, m.Note): Control._note for p in _LIVE},
     **{(p, m.Finished): Control._finished for p in _LIVE},
-    **{(p, m.StepDone): Control._alive for p in Phase},
+    **{(p, m.StepDone): Control._step_done for p in Phase},
     **{(p, m.Acknowledged): Control._acknowledged for p in (Phase.TRAINING, Phase.RESUMING)},
     **{(p, m.FirstStep): Control._first_step for p in (Phase.TRAINING, Phase.RESUMING)},
     (Phase.TRAINING, m.WorkerError): Control._worker_error,

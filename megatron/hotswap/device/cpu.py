@@ -323,8 +323,8 @@ def _patch_megatron(torch: Any) -> None:
     _use_cpu_generator_in_tracker(torch)
     _mark_torch_norms()
     _give_split_sizes_to_all_to_all(torch)
-    _keep_sent_tensors()
     _keep_adam_steps_apart(torch)
+    _copy_what_async_save_writes()
     _skip_warm_up()
     _use_built_dataset_helpers(torch)
 
@@ -377,25 +377,6 @@ def _give_split_sizes_to_all_to_all(torch: Any) -> None:
     moe_utils.te_general_gemm = None  # Transformer Engine's gemm in the router; torch's is used where there is none
 
 
-def _keep_sent_tensors() -> None:
-    """deallocate_output_tensor swaps the memory of an output that has been handed to isend. NCCL's stream holds on to it; gloo
-    reads it later, when it is gone (NaN with virtual stages). A second tensor on the same memory keeps it until the send ends."""
-    from megatron.core.pipeline_parallel import p2p_communication
-
-    def holding(start: Any) -> Any:
-        @functools.wraps(start)
-        def started(**kwargs: Any) -> Any:
-            for name in ("tensor_send_prev", "tensor_send_next"):
-                if kwargs[name] is not None:
-                    kwargs[name] = kwargs[name].detach()
-            return start(**kwargs)
-
-        return started
-
-    p2p_communication._p2p_ops = holding(p2p_communication._p2p_ops)
-    p2p_communication._batched_p2p_ops = holding(p2p_communication._batched_p2p_ops)
-
-
 def _keep_adam_steps_apart(torch: Any) -> None:
     """DistributedOptimizer.state_dict and load_state_dict where Adam is torch's own (Transformer Engine and Apex count steps per
     group, torch per parameter, in a tensor that each step adds 1 to).
@@ -437,6 +418,46 @@ def _keep_adam_steps_apart(torch: Any) -> None:
 
     DistributedOptimizer.state_dict = state_dict
     DistributedOptimizer.load_state_dict = load_state_dict
+
+
+def _copy_what_async_save_writes() -> None:
+    """--async-save copies the state to the host (preload_tensors) and lets another process write it while training goes on.
+
+    Here the state is on the host already, and the "copy" would be the live tensors themselves: clone them. That is done before
+    the request is sent, for sending a tensor to a process moves its memory into a shared file, under the trainer's feet. The
+    process that writes gets this layer too: it sets its CUDA device.
+    """
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    preload = FileSystemWriterAsync.preload_tensors
+    schedule = PersistentAsyncCaller.schedule_async_call
+
+    def preload_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
+        return [
+            (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+            for file, key, (data, tensors) in preload(write_buckets, non_blocking)
+        ]
+
+    def schedule_async_call(self: Any, request: Any) -> None:
+        if request.preload_fn is not None:
+            arguments = list(request.async_fn_args)
+            arguments[1] = request.preload_fn()  # the second is the state, as in AsyncRequest.execute_sync
+            request = request._replace(async_fn_args=tuple(arguments), preload_fn=None)
+        schedule(self, request)
+
+    FileSystemWriterAsync.preload_tensors = staticmethod(preload_tensors)
+    PersistentAsyncCaller.schedule_async_call = schedule_async_call
+    PersistentAsyncCaller.async_loop = staticmethod(_write_checkpoints)
+
+
+def _write_checkpoints(*args: Any) -> None:
+    """The process of --async-save that writes: Megatron's loop, with this layer."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    loop = PersistentAsyncCaller.async_loop
+    install()
+    loop(*args)
 
 
 def _skip_warm_up() -> None:

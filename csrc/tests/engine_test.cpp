@@ -1,0 +1,285 @@
+// The engine's core without Python, for the sanitizers: tests/unit/test_engine_native.py builds and runs this with the
+// address and undefined-behaviour sanitizers, with the thread sanitizer, and for AArch64.
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../copy_queue.hpp"
+#include "../crc32c.hpp"
+#include "../memory.hpp"
+#include "../text.hpp"
+#include "check.hpp"
+
+using namespace deadpool;
+
+namespace {
+
+std::uint64_t address(const void* pointer) { return reinterpret_cast<std::uint64_t>(pointer); }
+
+constexpr double kPatience_s = 20;
+
+struct Random {  // splitmix64; the seed is printed by main
+  std::uint64_t state;
+  std::uint64_t next() {
+    std::uint64_t z = (state += 0x9E3779B97F4A7C15u);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+  }
+  std::uint64_t below(std::uint64_t bound) { return next() % bound; }
+};
+
+struct Snapshot {  // tensors of random sizes, some empty, and a slot for them
+  std::vector<std::vector<unsigned char>> tensors;
+  std::vector<unsigned char> slot;
+  std::vector<std::uint64_t> sources, destinations, lengths;
+
+  Snapshot(Random& random, std::size_t count, std::size_t longest) {
+    std::size_t total = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      tensors.emplace_back(random.below(4) == 0 ? 0 : random.below(longest));
+      for (auto& byte : tensors.back()) byte = static_cast<unsigned char>(random.next());
+      total += tensors.back().size();
+    }
+    slot.resize(total);
+    std::size_t offset = 0;
+    for (const auto& tensor : tensors) {
+      sources.push_back(address(tensor.data()));
+      destinations.push_back(address(slot.data() + offset));
+      lengths.push_back(tensor.size());
+      offset += tensor.size();
+    }
+  }
+
+  std::uint64_t submit(CopyQueue& queue, const std::uint64_t* flag, std::uint64_t value) const {
+    return queue.submit(sources.data(), destinations.data(), lengths.data(), lengths.size(), address(flag), value);
+  }
+
+  bool arrived() const {
+    std::vector<unsigned char> expected;
+    for (const auto& tensor : tensors) expected.insert(expected.end(), tensor.begin(), tensor.end());
+    return expected == slot;
+  }
+};
+
+// Copies nothing until it is let; fails where it is told to.
+class ScriptedBackend : public CopyBackend {
+ public:
+  explicit ScriptedBackend(std::atomic<bool>& gate, std::uint64_t failing_value = 0, std::atomic<int>* begun = nullptr)
+      : gate_(gate), failing_value_(failing_value), begun_(begun) {}
+  std::shared_ptr<void> order_after(std::optional<std::uint64_t>) override { return nullptr; }
+  void run(const CopyJob& job, std::atomic<std::uint64_t>&) override {
+    if (begun_ != nullptr) ++*begun_;
+    while (!gate_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (job.flag_value == failing_value_) throw std::runtime_error("scripted failure.");
+    store_u64(job.flag, job.flag_value);
+  }
+
+ private:
+  std::atomic<bool>& gate_;
+  const std::uint64_t failing_value_;
+  std::atomic<int>* const begun_;
+};
+
+class BackendThatCannotStart : public ScriptedBackend {
+ public:
+  using ScriptedBackend::ScriptedBackend;
+  void start() override { throw std::runtime_error("no such device"); }
+};
+
+void test_copies_are_in_order_and_whole_when_the_flag_is_seen(Random& random) {
+  CopyQueue queue(std::make_unique<MemoryBackend>());
+  alignas(8) std::uint64_t flag = 0;
+  std::vector<std::unique_ptr<Snapshot>> snapshots;
+  std::uint64_t total = 0;
+  for (int i = 0; i < 20; ++i) {
+    snapshots.push_back(std::make_unique<Snapshot>(random, random.below(60), 20000));
+    total += snapshots.back()->slot.size();
+  }
+  // The agent's side: it reads what was copied as soon as it sees the flag, with no other synchronization.
+  std::atomic<int> wrong{0};
+  std::thread agent([&] {
+    for (std::uint64_t i = 0; i < snapshots.size(); ++i) {
+      if (wait_u64_at_least(&flag, i + 1, kPatience_s) != WaitResult::reached || !snapshots[i]->arrived()) ++wrong;
+    }
+  });
+  for (std::uint64_t i = 0; i < snapshots.size(); ++i) CHECK(snapshots[i]->submit(queue, &flag, i + 1) == i + 1);
+  CHECK(queue.wait(snapshots.size(), kPatience_s));
+  agent.join();
+  CHECK(wrong == 0);
+  CHECK(queue.bytes_copied() == total);
+  CHECK(queue.pending() == 0);
+}
+
+void test_many_threads_submit_and_wait(Random& random) {
+  CopyQueue queue(std::make_unique<MemoryBackend>());
+  std::vector<std::unique_ptr<Snapshot>> snapshots;
+  for (int i = 0; i < 4; ++i) snapshots.push_back(std::make_unique<Snapshot>(random, 10, 1000));
+  std::vector<std::uint64_t> flags(snapshots.size(), 0);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (std::size_t t = 0; t < snapshots.size(); ++t)
+    threads.emplace_back([&, t] {
+      for (std::uint64_t i = 1; i <= 50; ++i) {
+        const auto ticket = snapshots[t]->submit(queue, &flags[t], i);
+        if (!queue.wait(ticket, kPatience_s) || load_u64(&flags[t]) != i || !snapshots[t]->arrived()) ++wrong;
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK(wrong == 0);
+}
+
+void test_close_finishes_the_running_job_and_drops_the_others(Random& random) {
+  std::atomic<bool> gate{false};
+  std::atomic<int> begun{0};
+  CopyQueue queue(std::make_unique<ScriptedBackend>(gate, 0, &begun));
+  const Snapshot snapshot(random, 3, 100);
+  std::uint64_t flags[3] = {0, 0, 0};
+  for (int i = 0; i < 3; ++i) snapshot.submit(queue, &flags[i], 7);
+  while (begun == 0) std::this_thread::yield();
+  CHECK(queue.pending() == 3);
+  std::thread waiter([&] { CHECK_THROWS(std::runtime_error, "was dropped", queue.wait(3, kPatience_s)); });
+  CHECK(!queue.close(0.01));
+  CHECK(!queue.wait(1, 0.01));
+  CHECK_THROWS(std::runtime_error, "closed", snapshot.submit(queue, &flags[0], 8));
+  gate = true;
+  CHECK(queue.close(kPatience_s));
+  CHECK(queue.close(0));
+  waiter.join();
+  CHECK(queue.wait(1, 0));
+  CHECK_THROWS(std::runtime_error, "was dropped", queue.wait(2, 0));
+  CHECK(flags[0] == 7 && flags[1] == 0 && flags[2] == 0);
+}
+
+void test_a_failed_copy_fails_its_ticket_and_all_later_ones(Random& random) {
+  std::atomic<bool> gate{true};
+  CopyQueue queue(std::make_unique<ScriptedBackend>(gate, 2));
+  const Snapshot snapshot(random, 3, 100);
+  std::uint64_t flag = 0;
+  const auto good = snapshot.submit(queue, &flag, 1);
+  CHECK(queue.wait(good, kPatience_s));
+  gate = false;
+  const auto bad = snapshot.submit(queue, &flag, 2);
+  const auto after = snapshot.submit(queue, &flag, 3);
+  gate = true;
+  CHECK_THROWS(std::runtime_error, "copy job 2 failed: scripted failure.", queue.wait(bad, kPatience_s));
+  CHECK_THROWS(std::runtime_error, "copy job 2 failed", queue.wait(after, kPatience_s));
+  CHECK_THROWS(std::runtime_error, "copy job 2 failed", snapshot.submit(queue, &flag, 4));
+  CHECK(queue.wait(good, 0));
+  CHECK(load_u64(&flag) == 1);
+  CHECK(queue.pending() == 0);
+  CHECK(queue.close(kPatience_s));
+}
+
+void test_bad_arguments_are_refused(Random& random) {
+  CopyQueue queue(std::make_unique<MemoryBackend>());
+  Snapshot snapshot(random, 4, 100);
+  std::uint64_t flags[2] = {0, 0};
+  const auto refuse = [&](const char* says, std::uint64_t source, std::uint64_t target, std::uint64_t length,
+                          std::uint64_t flag, std::optional<std::uint64_t> stream = std::nullopt) {
+    CHECK_THROWS(std::invalid_argument, says, queue.submit(&source, &target, &length, 1, flag, 1, stream));
+  };
+  const std::uint64_t a = address(snapshot.slot.data()), flag = address(flags);
+  refuse("flag_address is null", a, a + 8, 8, 0);
+  refuse("multiple of 8", a, a + 8, 8, flag + 4);
+  refuse("source is null", 0, a, 8, flag);
+  refuse("entry 0 of 1: destination is null", a, 0, 8, flag);
+  refuse("overlap", a, a + 7, 8, flag);
+  refuse("end of the address space", a, 1000, ~std::uint64_t{0} - 100, flag);
+  refuse("stream", a, a + 8, 8, flag, 0);
+  CHECK_THROWS(std::invalid_argument, "ticket", queue.wait(0, 0));
+  CHECK_THROWS(std::invalid_argument, "ticket", queue.wait(1, 0));
+  CHECK_THROWS(std::invalid_argument, "timeout_s", queue.wait(1, -1));
+  CHECK_THROWS(std::invalid_argument, "timeout_s", queue.wait(1, std::nan("")));
+  CHECK(flags[0] == 0 && flags[1] == 0);
+
+  std::atomic<bool> gate{true};
+  CHECK_THROWS(std::runtime_error, "no such device", CopyQueue(std::make_unique<BackendThatCannotStart>(gate)));
+}
+
+void test_destroying_a_busy_queue_leaves_the_running_job_whole(Random& random) {
+  const Snapshot snapshot(random, 50, 50000);
+  std::uint64_t flag = 0;
+  {
+    CopyQueue queue(std::make_unique<MemoryBackend>());
+    snapshot.submit(queue, &flag, 1);
+    while (queue.bytes_copied() == 0) std::this_thread::yield();
+  }
+  CHECK(flag == 1);
+  CHECK(snapshot.arrived());
+}
+
+void test_waits_on_words() {
+  std::uint64_t word = 5, stop = 0;
+  const double forever_s = std::numeric_limits<double>::infinity();
+  CHECK(wait_u64_at_least(&word, 5, 0) == WaitResult::reached);
+  CHECK(wait_u64_at_least(&word, 6, 0.01) == WaitResult::timed_out);
+  CHECK(wait_u64_at_least(&word, 5, 0, &stop, 0) == WaitResult::reached);
+  CHECK(wait_u64_at_least(&word, 6, 0, &stop, 0) == WaitResult::stopped);
+  std::thread other([&] {
+    for (int i = 0; i < 10; ++i) add_u64(&word, 1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    store_u64(&stop, 1);
+  });
+  CHECK(wait_u64_at_least(&word, 15, forever_s, &stop, 1) == WaitResult::reached);
+  CHECK(wait_u64_at_least(&word, 16, forever_s, &stop, 1) == WaitResult::stopped);
+  other.join();
+  CHECK(add_u64(&word, ~std::uint64_t{0}) == 14);
+}
+
+void test_checksum(Random& random) {
+  CHECK(crc32c("123456789", 9) == 0xE3069283u);
+  CHECK(crc32c_portable("123456789", 9) == 0xE3069283u);
+  CHECK(crc32c(nullptr, 0) == 0);
+  for (int round = 0; round < 300; ++round) {
+    // Exactly as long as the data, so that the address sanitizer sees a read past the end.
+    const std::size_t length = random.below(round % 3 == 0 ? 40000 : 900),
+                      skip = std::min<std::size_t>(random.below(16), length);
+    std::vector<unsigned char> data(length);
+    for (auto& byte : data) byte = static_cast<unsigned char>(random.next());
+    const auto seed = static_cast<std::uint32_t>(random.next());
+    const std::uint32_t whole = crc32c_portable(data.data() + skip, length - skip, seed);
+    CHECK(crc32c(data.data() + skip, length - skip, seed) == whole);
+    const std::size_t cut = skip + random.below(length - skip + 1);
+    const std::uint32_t first = crc32c(data.data() + skip, cut - skip, seed);
+    CHECK(crc32c(data.data() + cut, length - cut, first) == whole);
+    CHECK(crc32c_combine(first, crc32c(data.data() + cut, length - cut), length - cut) == whole);
+  }
+}
+
+void test_prefault_keeps_contents() {
+  std::vector<unsigned char> data(100000, 42);
+  prefault(address(data.data()) + 3, data.size() - 3);
+  for (const auto byte : data) CHECK(byte == 42);
+  prefault(0, 0);
+  CHECK_THROWS(std::invalid_argument, "null", prefault(0, 1));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 0) : 1;
+  std::printf("checksum: %s, seed %llu\n", crc32c_implementation(), static_cast<unsigned long long>(seed));
+  Random random{seed};
+  test_copies_are_in_order_and_whole_when_the_flag_is_seen(random);
+  test_many_threads_submit_and_wait(random);
+  test_close_finishes_the_running_job_and_drops_the_others(random);
+  test_a_failed_copy_fails_its_ticket_and_all_later_ones(random);
+  test_bad_arguments_are_refused(random);
+  test_destroying_a_busy_queue_leaves_the_running_job_whole(random);
+  test_waits_on_words();
+  test_checksum(random);
+  test_prefault_keeps_contents();
+  std::puts("all passed");
+  return 0;
+}

@@ -1,0 +1,403 @@
+"""The agent: starts its workers, keeps the link to the coordinator, moves snapshots, obeys.
+
+One asyncio loop; whatever would hold it (checksums of gigabytes) runs in an executor without Python's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from .. import environment
+from ..config import HotSwapConfig
+from ..control import messages as m
+from ..coordinator import wire
+from ..errors import Fenced, HotSwapError, PeerFault, SnapshotMismatch, UsageError
+from ..replication.tcp import TcpTransport
+from ..replication.transfer import ReplicaStore, Transport
+from ..snapshot.layout import HEADER_BYTES, Header
+from ..snapshot.slots import OWN_SLOTS, REPLICA_SLOTS, Slots, Word, require_room
+from . import local
+from .inject import strike
+from .worker_process import WorkerProcess
+
+#: How often the control blocks and the workers' lives are looked at. A snapshot waits at most this long before it is sent on.
+_POLL_INTERVAL_S = 0.002
+_LIFE_CHECK_INTERVAL_S = 0.02
+_PUSH_RETRY_S = 0.1
+
+
+class Agent:
+    """One node's (or one task's) agent. `run` returns the exit code."""
+
+    def __init__(self, config: HotSwapConfig, place: environment.AgentEnvironment, command: Sequence[str], worker_env: dict[str, str]) -> None:
+        self.config = config
+        self.place = place
+        self.incarnation = f"{place.node}-{uuid.uuid4().hex[:8]}"
+        self._command = list(command)
+        self._worker_env = worker_env
+        self._interface = config.interface or _address_towards(place.coordinator)
+        self._outbox: asyncio.Queue[m.FromAgent] = asyncio.Queue()
+        self._workers: list[WorkerProcess] = []
+        self._replicas = ReplicaStore(place.run_id, self._require_room)
+        self._transport: Transport = TcpTransport(place.token, self._interface)
+        self._membership: m.Membership | None = None
+        self._pushes: dict[int, asyncio.Task[None]] = {}  # worker -> replication in progress
+        self._recovery: asyncio.Task[None] | None = None
+        self._replicated: dict[int, set[tuple[int, str]]] = {}  # rank -> (generation, holder incarnation) acknowledged
+        self._armed: list[m.Injection] = []
+        self._taken_bytes = 0
+        self._heard_s = 0.0
+        self._lease_s = config.lease_s
+        self._exit: asyncio.Future[int] | None = None
+        self._release_after: frozenset[int] | None = None  # replicas to keep once the new membership has committed
+
+    async def run(self) -> int:
+        """Until the job is over, or this agent is fenced."""
+        loop = asyncio.get_running_loop()
+        self._exit = loop.create_future()
+        address = await self._transport.serve(self._replicas)
+        for index in range(self.place.workers):
+            self._start_worker(index)
+        self._say(m.Join(m.PROTOCOL, self.place.run_id, self.place.token, self.place.node, self.incarnation, self.place.workers, address))
+        self._heard_s = loop.time()
+        tasks = [loop.create_task(self._guard(t)) for t in (self._talk(), self._beat(), self._watch_copies(), self._watch_lives())]
+        try:
+            return await self._exit
+        finally:
+            for task in [*tasks, *self._pushes.values(), *([self._recovery] if self._recovery else [])]:
+                task.cancel()
+            for worker in self._workers:
+                loop.remove_reader(worker.link.sock)
+                worker.kill()
+            await self._transport.close()
+
+    def _start_worker(self, index: int) -> None:
+        log = self.config.run_dir / "logs" / f"{self.place.node}-{self.incarnation[-8:]}-{index}.log"
+        place: dict[str, str | int] = {
+            "run_id": self.place.run_id, "node": self.place.node, "workers": self.place.workers, "address": self._interface,
+        }
+        worker = WorkerProcess(index, self._command, log, place, self._worker_env)
+        self._workers.append(worker)
+        worker.link.sock.setblocking(False)
+        asyncio.get_running_loop().add_reader(worker.link.sock, self._from_worker, worker)
+
+    def _require_room(self, wanted_bytes: int) -> None:
+        limit = self.config.host_memory_max_bytes
+        left = None if limit is None else max(0, limit - self._taken_bytes)
+        require_room(wanted_bytes, left, self.place.node)
+        self._taken_bytes += wanted_bytes
+
+    def _finish(self, code: int, why: str) -> None:
+        if self._exit is not None and not self._exit.done():
+            print(f"agent {self.incarnation} ends with code {code}: {why}", file=sys.stderr, flush=True)
+            self._exit.set_result(code)
+
+    async def _guard(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            raise
+        except Fenced as fenced:
+            self._finish(3, str(fenced))
+        except Exception as failure:  # a fault of ours must end the node loudly, never leave it half alive
+            self._finish(1, f"{type(failure).__name__}: {failure}")
+            raise
+
+    # ---- the coordinator
+
+    def _say(self, message: m.FromAgent) -> None:
+        self._outbox.put_nowait(message)
+
+    async def _talk(self) -> None:
+        async with grpc.aio.insecure_channel(self.place.coordinator, options=wire.OPTIONS) as channel:
+            call = channel.stream_stream(
+                f"/{wire.SERVICE}/{wire.AGENT_STREAM}", request_serializer=wire.encode, response_deserializer=wire.decode_from_coordinator
+            )(self._outgoing())
+            try:
+                async for message in call:
+                    self._heard_s = asyncio.get_running_loop().time()
+                    self._obey(message)
+            except grpc.aio.AioRpcError as broken:
+                raise Fenced(f"the connection to the coordinator broke: {broken.code().name} {broken.details()}") from broken
+        raise Fenced("the coordinator closed the connection")
+
+    async def _outgoing(self) -> AsyncIterator[m.FromAgent]:
+        while True:
+            yield await self._outbox.get()
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        sequence = 0
+        while True:
+            sequence += 1
+            self._say(m.Heartbeat(sequence))
+            before = loop.time()
+            await asyncio.sleep(self.config.heartbeat_interval_s)
+            if loop.time() - before > self._lease_s:
+                raise Fenced(f"this agent stood still for {loop.time() - before:.1f} s, longer than its lease of {self._lease_s} s")
+            if loop.time() - self._heard_s > self._lease_s:
+                raise Fenced(f"the coordinator was silent for longer than the lease of {self._lease_s} s")
+
+    def _obey(self, message: Any) -> None:
+        orders: dict[type, Callable[[Any], None]] = {
+            m.Welcome: self._welcome, m.Refused: self._refused, m.Start: self._start, m.Halt: self._halt, m.Assign: self._assign,
+            m.Resume: self._resume, m.Commit: self._commit, m.Arm: self._arm, m.Alive: lambda _: None, m.Stop: self._stop,
+        }
+        orders[type(message)](message)
+
+    def _welcome(self, message: m.Welcome) -> None:
+        self._lease_s = message.lease_s
+
+    def _refused(self, message: m.Refused) -> None:
+        raise Fenced(message.reason)
+
+    def _stop(self, message: m.Stop) -> None:
+        self._finish(message.code, message.reason)
+
+    def _start(self, message: m.Start) -> None:
+        self._membership = message.membership
+        for rank, member in enumerate(message.membership.members):
+            if member.incarnation == self.incarnation:
+                self._give_rank(
+                    self._workers[member.worker], rank, len(message.membership.members), message.membership.version, message.store, fake=False
+                )
+
+    def _assign(self, message: m.Assign) -> None:
+        for worker, rank in zip(self._workers, message.ranks, strict=True):
+            self._give_rank(worker, rank, message.world_size, message.version, "", fake=True)
+
+    def _give_rank(self, worker: WorkerProcess, rank: int, world_size: int, version: int, store: str, fake: bool) -> None:
+        worker.rank = rank
+        self._tell(worker, local.Given(rank, world_size, worker.index, self.place.workers, version, store, fake))
+
+    def _halt(self, message: m.Halt) -> None:
+        self._replicas.frozen = True
+        for task in [*self._pushes.values(), *([self._recovery] if self._recovery else [])]:
+            task.cancel()
+        self._pushes.clear()
+        for worker in self._workers:
+            if worker.rank is not None:
+                worker.control.set(Word.OVER_VERSION, message.version)
+                self._tell(worker, message)
+        self._say(m.ReplicaReport(message.version, self._replicas.generations()))
+
+    def _resume(self, message: m.Resume) -> None:
+        before, self._membership = self._membership, message.membership
+        self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))
+        if before is None or before.holders != message.membership.holders or before.members != message.membership.members:
+            mine = {r for r, h in enumerate(message.membership.holders) if message.membership.members[h].incarnation == self.incarnation}
+            self._release_after = frozenset(mine)
+
+    async def _go_on(self, plan: m.Resume) -> None:
+        """Fetch what is missing, tell the workers the plan, then restore redundancy behind their back."""
+        mine = [w for w in self._workers if w.rank is not None]
+        await asyncio.gather(*(self._prepare(w, plan) for w in mine))
+        self._replicas.frozen = False
+        for worker in mine:
+            assert worker.rank is not None
+            holder = plan.membership.members[plan.membership.holders[worker.rank]]
+            if (plan.generation, holder.incarnation) in self._replicated.get(worker.rank, set()):
+                self._acknowledge(worker, plan.generation)
+            else:
+                self._begin_push(worker, plan.generation)
+
+    async def _prepare(self, worker: WorkerProcess, plan: m.Resume) -> None:
+        rank = worker.rank
+        assert rank is not None
+        fetched = 0
+        source = plan.sources.get(rank)
+        if source is not None:
+            try:
+                slots, slot, header = await self._transport.fetch(
+                    source, self.place.run_id, rank, plan.generation, lambda h, size: self._reserve_own(worker, h, size)
+                )
+            except (PeerFault, SnapshotMismatch) as failure:
+                self._say(m.Note("fetch-failed", f"rank {rank}, generation {plan.generation} from {source}: {failure}"))
+                return
+            fetched = header.metadata_bytes + header.payload_bytes
+            worker.layout_hash = header.layout_hash
+            worker.metadata_room_bytes = slots.slot_bytes - HEADER_BYTES - header.payload_bytes
+            worker.control.set(Word.METADATA_BYTES_0 + slot, header.metadata_bytes)
+        worker.replicated = plan.generation
+        worker.control.set(Word.COPIED, plan.generation + 1)
+        worker.control.set(Word.ACKNOWLEDGED, plan.generation)
+        worker.control.set(Word.COMMITTED, min(worker.control.get(Word.COMMITTED), plan.generation))
+        self._tell(worker, local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched))
+
+    def _reserve_own(self, worker: WorkerProcess, header: Header, slot_bytes: int) -> tuple[Slots, int]:
+        if worker.slots is None:
+            self._require_room(slot_bytes * OWN_SLOTS)
+        slots = worker.make_slots(slot_bytes)
+        slot = header.generation % OWN_SLOTS
+        slots.invalidate(slot)
+        return slots, slot
+
+    def _commit(self, message: m.Commit) -> None:
+        for worker in self._workers:
+            if worker.rank is not None:
+                worker.control.set(Word.COMMITTED, message.generation + 1)
+        if self._release_after is not None and not self._replicas.frozen:
+            self._replicas.drop(self._release_after)
+            self._release_after = None
+
+    def _arm(self, message: m.Arm) -> None:
+        injection = message.injection
+        if injection.at_step is None:
+            self._strike(injection)
+        elif injection.phase == "h2h":
+            self._armed.append(injection)
+        else:
+            self._tell(self._workers[injection.worker], message)
+
+    def _strike(self, injection: m.Injection) -> None:
+        strike(injection, self.config.run_dir, os.getpid(), self._workers[injection.worker].process.pid)
+
+    # ---- the workers
+
+    def _tell(self, worker: WorkerProcess, message: local.FromAgent, fds: tuple[int, ...] = ()) -> None:
+        # A worker that does not read any more (stopped, dying) is found by _watch_lives; the message is of no use to it.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            worker.link.send(message, fds)
+
+    def _from_worker(self, worker: WorkerProcess) -> None:
+        try:
+            message, _ = worker.link.receive()
+        except BlockingIOError:
+            return
+        except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(worker.link.sock)
+            return
+        if isinstance(message, local.NeedSlots):
+            self._give_slots(worker, message)
+        elif isinstance(message, local.NewStore):
+            self._say(m.WorkerReady(worker.index, message.store))
+        elif isinstance(message, local.Strike):
+            self._strike(message.injection)
+        else:
+            if isinstance(message, m.Finished):
+                worker.said_goodbye = True
+            self._say(message)
+
+    def _give_slots(self, worker: WorkerProcess, wanted: local.NeedSlots) -> None:
+        slot_bytes = HEADER_BYTES + wanted.metadata_room_bytes + wanted.payload_bytes
+        if worker.slots is not None:  # fetched already
+            if worker.layout_hash == wanted.layout_hash:
+                self._tell(worker, local.SlotsGiven(worker.slots.slot_bytes, OWN_SLOTS), (worker.slots.fd,))
+            else:
+                self._tell(worker, local.NoSlots(
+                    f"the snapshot fetched for rank {worker.rank} has another layout than the model built here: the nodes do not "
+                    "run the same program; install the same versions and give the same flags everywhere"
+                ))
+            return
+        try:
+            # Replicas for other ranks will need as much again; a refusal must come before training starts.
+            require_room(slot_bytes * (OWN_SLOTS + REPLICA_SLOTS) * len(self._workers), self.config.host_memory_max_bytes, self.place.node)
+            self._require_room(slot_bytes * OWN_SLOTS)
+        except UsageError as refusal:
+            self._tell(worker, local.NoSlots(str(refusal)))
+            return
+        slots = worker.make_slots(slot_bytes)
+        worker.layout_hash = wanted.layout_hash
+        worker.metadata_room_bytes = wanted.metadata_room_bytes
+        self._tell(worker, local.SlotsGiven(slot_bytes, OWN_SLOTS), (slots.fd,))
+
+    async def _watch_lives(self) -> None:
+        loop = asyncio.get_running_loop()
+        stopped_since: dict[int, float] = {}
+        while True:
+            await asyncio.sleep(_LIFE_CHECK_INTERVAL_S)
+            for worker in self._workers:
+                how = worker.ended()
+                if how is None:
+                    stopped_since.pop(worker.index, None)
+                elif how.startswith("stopped"):
+                    since = stopped_since.setdefault(worker.index, loop.time())
+                    if loop.time() - since > self._lease_s:
+                        self._lose_worker(worker, f"{how} for longer than the lease of {self._lease_s} s")
+                elif not worker.said_goodbye:
+                    self._lose_worker(worker, how)
+
+    def _lose_worker(self, worker: WorkerProcess, evidence: str) -> None:
+        worker.said_goodbye = True  # said once
+        self._say(m.WorkerLost(worker.index, evidence))
+
+    # ---- replication
+
+    async def _watch_copies(self) -> None:
+        while True:
+            await asyncio.sleep(_POLL_INTERVAL_S)
+            if self._replicas.frozen:
+                continue
+            for worker in self._workers:
+                newest = worker.control.get(Word.COPIED) - 1
+                if worker.slots is not None and newest > worker.replicated and worker.index not in self._pushes:
+                    self._begin_push(worker, newest)
+
+    def _begin_push(self, worker: WorkerProcess, generation: int) -> None:
+        worker.replicated = generation
+        task = asyncio.get_running_loop().create_task(self._guard(self._replicate(worker, generation)))
+        self._pushes[worker.index] = task
+        task.add_done_callback(lambda done: self._pushes.pop(worker.index, None) if self._pushes.get(worker.index) is done else None)
+
+    async def _replicate(self, worker: WorkerProcess, generation: int) -> None:
+        assert worker.slots is not None and worker.rank is not None and worker.layout_hash is not None and self._membership is not None
+        slots, slot, membership = worker.slots, generation % OWN_SLOTS, self._membership
+        metadata_bytes = worker.control.get(Word.METADATA_BYTES_0 + slot)
+        payload_bytes = slots.slot_bytes - HEADER_BYTES - worker.metadata_room_bytes
+        loop = asyncio.get_running_loop()
+        crc = await loop.run_in_executor(None, slots.checksum, slot, metadata_bytes, payload_bytes)
+        header = Header(self.place.run_id, worker.rank, generation, worker.layout_hash, metadata_bytes, payload_bytes, crc)
+        slots.write_header(slot, header)
+        holder = membership.members[membership.holders[worker.rank]]
+        await self._strike_in_transfer(worker, generation)
+        while True:
+            try:
+                await self._transport.push(holder.h2h, slots, slot, header)
+                break
+            except (PeerFault, SnapshotMismatch) as failure:
+                # The holder is dying (a halt will cancel this) or refused a damaged transfer: the slot is still whole, send again.
+                self._say(m.Note("push-failed", f"rank {worker.rank}, generation {generation}: {failure}"))
+                await asyncio.sleep(_PUSH_RETRY_S)
+        known = self._replicated.setdefault(worker.rank, set())
+        known.difference_update([entry for entry in known if entry[0] < generation - 1])
+        known.add((generation, holder.incarnation))
+        self._acknowledge(worker, generation)
+
+    def _acknowledge(self, worker: WorkerProcess, generation: int) -> None:
+        assert worker.rank is not None
+        worker.control.set(Word.ACKNOWLEDGED, generation + 1)
+        self._say(m.Acknowledged(worker.rank, generation))
+
+    async def _strike_in_transfer(self, worker: WorkerProcess, generation: int) -> None:
+        for injection in [i for i in self._armed if i.worker == worker.index and i.at_step == generation]:
+            self._armed.remove(injection)
+            asyncio.get_running_loop().call_later(0.0005, self._strike, injection)
+
+
+def _address_towards(coordinator: str) -> str:
+    """The address of the interface that reaches the coordinator (no packet is sent)."""
+    host, port = coordinator.rsplit(":", 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
+
+
+def run_agent(config: HotSwapConfig, command: Sequence[str], worker_env: dict[str, str]) -> int:
+    """Be the agent of this node until the job is over; returns the exit code."""
+    place = environment.agent()
+    Path(config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        return asyncio.run(Agent(config, place, command, worker_env).run())
+    except HotSwapError as failure:
+        print(f"deadpool: {failure}", file=sys.stderr)
+        return 2

@@ -1,0 +1,1 @@
+"""The service around control/: gRPC, timers, and what a run leaves behind."""

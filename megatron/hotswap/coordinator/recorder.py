@@ -1,0 +1,126 @@
+"""What a run leaves behind: steps.jsonl, events.jsonl and summary.json in the run directory.
+
+A step's line is written once it is committed, since a step that is not may be run again; until then it waits here. So the file
+has one line a step, each as it finally counted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..agent.inject import last_strike
+from ..control.messages import StepRecord
+from ..control.state import Log
+
+
+class Recorder:
+    """Writes the three files of one run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self.last_step: StepRecord | None = None
+        self.recoveries: list[dict[str, Any]] = []
+        self._waiting: dict[int, StepRecord] = {}
+        self._written = -1
+        self._steps: TextIO = open(run_dir / "steps.jsonl", "w", buffering=1)  # noqa: SIM115 - closed by close()
+        self._events: TextIO = open(run_dir / "events.jsonl", "w", buffering=1)  # noqa: SIM115
+        self._count = 0
+        self._seconds = 0.0
+        self._stalled_s = 0.0
+        self._clock_offset = time.time() - time.monotonic()
+
+    def step(self, record: StepRecord) -> None:
+        """A step is complete on the rank that logs; it may yet be run again."""
+        if record.step > self._written:
+            self._waiting[record.step] = record
+            self.last_step = record
+
+    def committed(self, generation: int) -> None:
+        """Steps up to this one cannot be lost any more."""
+        for step in sorted(s for s in self._waiting if s <= generation):
+            self._write(self._waiting.pop(step))
+
+    def rolled_back(self, generation: int) -> None:
+        """Steps after this one will be run again."""
+        for step in [s for s in self._waiting if s > generation]:
+            del self._waiting[step]
+
+    def _write(self, r: StepRecord) -> None:
+        line = {
+            "step": r.step,
+            "loss": {k: float.fromhex(v) for k, v in r.loss.items()},
+            "loss_hex": r.loss,
+            "grad_norm": None if r.grad_norm is None else float.fromhex(r.grad_norm),
+            "grad_norm_hex": r.grad_norm,
+            "consumed_samples": r.consumed_samples,
+            "step_s": r.seconds,
+            "exposed_stall_s": r.exposed_stall_s,
+            "version": r.version,
+        }
+        self._steps.write(json.dumps(line) + "\n")
+        self._written = r.step
+        self._count += 1
+        self._seconds += r.seconds
+        self._stalled_s += r.exposed_stall_s
+
+    def event(self, log: Log) -> None:
+        """A decision, with its reason and evidence."""
+        data = dict(log.data)
+        if log.kind == "recovered":
+            data["recovery"] = self._recovery(data["recovery"])
+            self.recoveries.append(data["recovery"])
+        self._events.write(json.dumps({"t": time.time(), "kind": log.kind, "reason": log.reason, **data}) + "\n")
+
+    def _recovery(self, line: dict[str, Any]) -> dict[str, Any]:
+        """The core's time line, in the units of the summary, counted from the fault where its time is known."""
+        detected = line["detected_s"] + self._clock_offset
+        struck = last_strike(self.run_dir, line["nodes_lost"], detected)
+        since = "fault" if struck is not None else "last sign of life"
+        began = struck if struck is not None else line["last_heard_s"] + self._clock_offset
+        normal = self._seconds / self._count if self._count else 0.0
+        phases = {"detect_s": detected - began, **{k: line[k] for k in ("halt_s", "plan_s", "rebuild_s", "restore_s", "first_step_s")}}
+        return {
+            "kind": line["kind"],
+            "nodes_lost": line["nodes_lost"],
+            "phases": {k: round(v, 6) for k, v in phases.items()},
+            "total_s": round(sum(phases.values()) - normal, 6),
+            "normal_step_s": round(normal, 6),
+            "counted_from": since,
+            "steps_rerun": line["steps_rerun"],
+            "bytes_restored": line["bytes_restored"],
+            "generation": line["generation"],
+            "attempts": line["attempts"],
+            "version": line["version"],
+            "evidence": line["evidence"],
+        }
+
+    def summary(self, code: int, reason: str) -> dict[str, Any]:
+        """The summary so far; bit_identical and restart_baseline_s are for `deadpool verify` and the demo to fill in."""
+        return {
+            "steps": self._written if self._count else 0,
+            "exit_code": code,
+            "ended": reason,
+            "bit_identical": None,
+            "recoveries": self.recoveries,
+            "restart_baseline_s": None,
+            "exposed_stall_fraction": self._stalled_s / self._seconds if self._seconds else None,
+            "mean_step_s": self._seconds / self._count if self._count else None,
+        }
+
+    def close(self, code: int, reason: str) -> None:
+        """Write what still waits, and the summary."""
+        self.committed(1 << 62)
+        self._steps.close()
+        self._events.close()
+        write_summary(self.run_dir, self.summary(code, reason))
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Replace summary.json, whole or not at all."""
+    temporary = run_dir / "summary.json.tmp"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n")
+    temporary.replace(run_dir / "summary.json")

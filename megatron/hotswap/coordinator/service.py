@@ -1,0 +1,171 @@
+"""The coordinator's service: gRPC in, the core's decisions out. One asyncio loop, so the core needs no locks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ..control import messages as m
+from ..control.state import Control, ControlConfig, Decision, Log, Phase, Send
+from ..errors import UsageError
+from . import wire
+from .recorder import Recorder
+
+_TICK_S = 0.05
+#: A scheduled fault is armed this many steps before it is due, on whoever holds the rank by then.
+_ARM_AHEAD_STEPS = 3
+
+
+class Scheduled:
+    """A fault to arm later: on the node that will hold `rank` then."""
+
+    def __init__(self, action: str, scope: str, rank: int, at_step: int, phase: str) -> None:
+        self.action, self.scope, self.rank, self.at_step, self.phase = action, scope, rank, at_step, phase
+
+
+class Coordinator:
+    """Serves one job until it ends."""
+
+    def __init__(self, config: ControlConfig, run_dir: Path, faults: list[Scheduled] | None = None) -> None:
+        self.control = Control(config)
+        self.recorder = Recorder(run_dir)
+        self.lost_nodes: asyncio.Queue[str] = asyncio.Queue()  # for a launcher that can end a node's ghosts, or bring it back
+        self.ended = asyncio.Event()
+        self.notices: list[Log] = []  # for whoever shows them
+        self._faults = sorted(faults or [], key=lambda f: f.at_step)
+        self._outboxes: dict[str, asyncio.Queue[m.FromCoordinator | None]] = {}
+        self._server: grpc.aio.Server | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns the address.
+
+        Raises:
+            UsageError: the port is taken.
+        """
+        server = grpc.aio.server(options=wire.OPTIONS)
+        handlers = {
+            wire.AGENT_STREAM: grpc.stream_stream_rpc_method_handler(
+                self._agent_stream, request_deserializer=wire.decode_from_agent, response_serializer=wire.encode
+            ),
+            wire.COMMAND: grpc.unary_unary_rpc_method_handler(
+                self._command, request_deserializer=wire.decode_command, response_serializer=wire.encode
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(wire.SERVICE, handlers),))
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as taken:
+            raise UsageError(
+                f"the coordinator cannot listen on {host}:{port}: {taken}; another job or program may use the port: give another one "
+                "with --port, or 0 for any free one"
+            ) from taken
+        await server.start()
+        self._server = server
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        return f"{host}:{bound}"
+
+    async def stop(self) -> None:
+        """Give the agents a moment to hear that the job is over, then close, and write what is left to write."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        deadline = time.monotonic() + 5.0
+        while self._outboxes and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if self._server is not None:
+            await self._server.stop(0.2)
+        code = self.control.exit_code
+        self.recorder.close(130 if code is None else code, self.control.exit_reason or "interrupted")
+
+    # ---- agents
+
+    async def _agent_stream(self, requests: AsyncIterator[m.FromAgent], context: Any) -> AsyncIterator[m.FromCoordinator]:
+        first = await anext(aiter(requests))
+        if not isinstance(first, m.Join):
+            yield m.Refused(f"the first message must be Join, got {type(first).__name__} from {context.peer()}")
+            return
+        incarnation = first.incarnation
+        outbox = self._outboxes[incarnation] = asyncio.Queue()
+        self._apply(self.control.handle(incarnation, first, time.monotonic()))
+        reader = asyncio.get_running_loop().create_task(self._read(incarnation, requests, outbox))
+        try:
+            while (message := await outbox.get()) is not None:
+                yield message
+                if isinstance(message, m.Refused | m.Stop):
+                    break
+        finally:
+            reader.cancel()
+            self._outboxes.pop(incarnation, None)
+            self._apply(self.control.handle(incarnation, m.AgentLost("its connection closed"), time.monotonic()))
+
+    async def _read(self, incarnation: str, requests: AsyncIterator[m.FromAgent], outbox: asyncio.Queue[Any]) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+            async for message in requests:
+                if isinstance(message, m.StepDone) and message.record.version == self.control.version:
+                    self.recorder.step(message.record)
+                    self._arm_due(message.record.step)
+                self._apply(self.control.handle(incarnation, message, time.monotonic()))
+        outbox.put_nowait(None)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._apply(self.control.tick(time.monotonic()))
+
+    def _apply(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Send):
+                outbox = self._outboxes.get(decision.incarnation)
+                if outbox is not None:
+                    outbox.put_nowait(decision.message)
+                if isinstance(decision.message, m.Commit):
+                    self.recorder.committed(decision.message.generation)
+                elif isinstance(decision.message, m.Resume):
+                    self.recorder.rolled_back(decision.message.generation)
+            else:
+                self.recorder.event(decision)
+                self.notices.append(decision)
+                if decision.kind == "node-lost":
+                    self.lost_nodes.put_nowait(decision.data["node"])
+        if self.control.exit_code is not None:
+            self.ended.set()
+
+    def _arm_due(self, step: int) -> None:
+        membership = self.control.membership
+        while self._faults and self._faults[0].at_step - _ARM_AHEAD_STEPS <= step and membership is not None and self.control.phase is Phase.TRAINING:
+            fault = self._faults.pop(0)
+            member = membership.members[fault.rank]
+            injection = m.Injection(fault.action, fault.scope, member.node, member.worker, fault.at_step, fault.phase)  # type: ignore[arg-type]
+            self._apply(self.control.handle("", m.Inject(injection), time.monotonic()))
+
+    # ---- users
+
+    async def _command(self, command: wire.Command, context: Any) -> wire.Status:
+        if command.token != self.control.config.token:
+            return wire.Status(False, "this is not the job's token; the run directory's job.json has it")
+        text = ""
+        if command.injection is not None:
+            decisions = self.control.handle("", m.Inject(command.injection), time.monotonic())
+            self._apply(decisions)
+            text = "; ".join(d.reason for d in decisions if isinstance(d, Log))
+            if any(isinstance(d, Log) and d.kind == "inject-refused" for d in decisions):
+                return wire.Status(False, text)
+        return self._status(text)
+
+    def _status(self, text: str) -> wire.Status:
+        control, last = self.control, self.recorder.last_step
+        nodes: dict[str, list[int]] = {}
+        spares = []
+        for agent in control.agents.values():
+            ranks = [r for r in agent.ranks if r is not None]
+            if ranks:
+                nodes[agent.node] = ranks
+            elif agent.warm:
+                spares.append(agent.node)
+        return wire.Status(True, text, control.phase.value, control.version, control.committed, last.step if last else 0, nodes, sorted(spares))

@@ -1,0 +1,55 @@
+"""megatron.training.arguments.
+
+Replaced:
+- `parse_args`: the hot-swap flags join the parser; a warm worker waits here for its rank, since everything before it (imports,
+  device) does not depend on the rank and everything after it does; combinations that hot-swap does not cover are refused.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any
+
+from .. import config as hotswap_config
+from ..errors import UsageError
+
+
+def join_parser(await_rank: Callable[[], bool]) -> None:
+    """Patch the parser. `await_rank` puts the rank into the environment and says whether this is a spare's start."""
+    from megatron.training import arguments
+
+    original = arguments.parse_args
+
+    def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
+        def provider(parser: ArgumentParser) -> ArgumentParser:
+            parser = hotswap_config.add_arguments(parser)
+            return extra_args_provider(parser) if extra_args_provider is not None else parser
+
+        spare = await_rank()
+        args = original(provider, ignore_unknown_args)
+        require_covered(args)
+        if spare:
+            args.fake_process_group = True
+        return args
+
+    arguments.parse_args = parse_args
+
+
+def require_covered(args: Namespace) -> None:
+    """Refuse what hot-swap does not cover, before anything is built.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    uncovered = {
+        "--async-save": args.async_save,
+        "--use-megatron-fsdp": getattr(args, "use_megatron_fsdp", False),
+        "--use-torch-fsdp2": getattr(args, "use_torch_fsdp2", False),
+        "--inprocess-restart": getattr(args, "inprocess_restart", False),
+        "--num-distributed-optimizer-instances": getattr(args, "num_distributed_optimizer_instances", 1) > 1,
+        "--perform-rl-step": getattr(args, "perform_rl_step", False),
+    }
+    given = [flag for flag, on in uncovered.items() if on]
+    if given:
+        raise UsageError(f"--hot-swap does not cover {', '.join(given)} yet; train without the flag or without --hot-swap")

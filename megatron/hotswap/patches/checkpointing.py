@@ -1,0 +1,35 @@
+"""megatron.training.checkpointing, as megatron.training.training calls it.
+
+Replaced:
+- `load_checkpoint`: in a spare nothing is loaded from disk, since its state comes from its holder's memory; elsewhere a
+  checkpoint that does not fit the model is refused in words instead of by a wall of shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import UsageError
+
+
+def serve_spare(training: Any, is_spare: Callable[[], bool]) -> None:
+    """Patch the trainer's `load_checkpoint`."""
+    original = training.load_checkpoint
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, float]:
+        if is_spare():
+            return 0, 0.0
+        try:
+            result: tuple[int, float] = original(*args, **kwargs)
+            return result
+        except (AssertionError, KeyError, ValueError, RuntimeError) as misfit:
+            from megatron.training import get_args
+
+            detail = str(misfit).strip().splitlines() or [type(misfit).__name__]
+            raise UsageError(
+                f"the checkpoint in --load {get_args().load} cannot be loaded into this model: {detail[0][:400]}; start with the model "
+                "flags (layers, hidden size, heads, vocabulary, experts) that it was saved with, or without --load"
+            ) from misfit
+
+    training.load_checkpoint = load_checkpoint

@@ -1,0 +1,172 @@
+"""Puts hot-swap into Megatron in a worker: every patch, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from .. import environment
+from ..agent import local
+from ..config import HotSwapConfig
+from ..recovery.execute import Recovery, Snapshots
+from ..topology.groups import Groups
+from ..worker.abort import Aborter
+from ..worker.loop import Loop, StepCall
+from ..worker.session import Session
+from . import arguments, checkpointing, distrib_optimizer, guard
+from . import training as training_patches
+from .adapter import MegatronTrainer, connect_store
+from .parallel_state import ParallelState
+
+
+class HotSwap:
+    """The life of a worker as Megatron's calls see it, in the order in which they come."""
+
+    def __init__(self, session: Session, config: HotSwapConfig, new_store: Callable[[], str]) -> None:
+        from megatron.training import training
+
+        guard.require_known_megatron()
+        self._session = session
+        self._training = training
+        timeout = timedelta(seconds=config.collective_timeout_s)
+        self._groups = Groups(timeout)
+        self._aborter = Aborter(session)
+        self._trainer = MegatronTrainer(self._groups, ParallelState(self._groups), timeout)
+        self._snapshots = Snapshots(session, self._trainer)
+        self._recovery = Recovery(session, self._aborter, self._trainer, self._snapshots, new_store)
+        self._timeout = timeout
+        self._loop: Loop | None = None
+        self._given: local.Given | None = None
+        self._plan: local.Plan | None = None  # a spare's, until it has joined
+        self._runner = training_patches.StepRunner(training.train_step, self._trainer, session)
+        self._install()
+
+    def _install(self) -> None:
+        t = self._training
+        arguments.join_parser(self._await_rank)
+        checkpointing.serve_spare(t, lambda: self._spare)
+        distrib_optimizer.put_fence(self._fence, self._enter)
+        training_patches.note_phases(t, self._enter)
+        training_patches.Sections(t, lambda: self._loop, self._session).install(lambda: self._trainer.start_iteration)
+        t.train_step = self._train_step
+        t.setup_model_and_optimizer = self._setup(t.setup_model_and_optimizer)
+        t.build_train_valid_test_data_iterators = self._data(t.build_train_valid_test_data_iterators)
+        import megatron.training
+
+        megatron.training.pretrain = t.pretrain = self._pretrain(t.pretrain)
+
+    @property
+    def _spare(self) -> bool:
+        return self._given is not None and self._given.fake
+
+    # ---- in the order of the calls
+
+    def _await_rank(self) -> bool:
+        if self._given is None:
+            self._given = given = self._session.await_rank(self._recovery.serve_store())
+            environment.say_rank(given.rank, given.world_size, given.local_rank, given.local_world_size)
+            self._groups.fake = given.fake
+        return self._spare
+
+    def _pretrain(self, original: Any) -> Any:
+        def pretrain(*args: Any, **kwargs: Any) -> None:
+            assert self._given is not None
+            self._aborter.building_groups()
+            if not self._spare and kwargs.get("store") is None:
+                kwargs["store"] = connect_store(self._given.store, self._given.version, self._timeout)
+            original(*args, **kwargs)
+
+        return pretrain
+
+    def _setup(self, original: Any) -> Any:
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
+
+            built = original(*args, **kwargs)
+            self._trainer.attach(*built)
+            margs = get_args()
+            if self._spare:
+                self._take_over(margs)
+            else:
+                self._trainer.start_iteration = margs.iteration
+                self._trainer.consumed_train_samples = margs.consumed_train_samples
+                self._snapshots.attach(margs.iteration)
+            proven = distrib_optimizer.step_proves_commit(built[1], margs.world_size)
+            self._loop = Loop(self._session, self._recovery, self._snapshots, self._runner, margs.iteration, proven)
+            self._trainer.step_of = lambda: self._loop.current_step if self._loop is not None else 0
+            return built
+
+        return setup_model_and_optimizer
+
+    def _take_over(self, margs: Any) -> None:
+        """Spare: iteration, samples and flags of the generation that the job goes back to, as a checkpoint would bring them."""
+        self._plan = self._recovery.await_plan()
+        self._snapshots.attach(self._plan.generation)
+        assert self._snapshots.engine is not None
+        self._snapshots.engine.adopt(self._plan.generation)
+        self._set_progress(margs)
+
+    def _set_progress(self, margs: Any) -> None:
+        assert self._plan is not None
+        metadata = self._snapshots.metadata(self._plan.generation)
+        generation = metadata["iteration"]
+        margs.iteration = margs.curr_iteration = generation
+        margs.consumed_train_samples = metadata["consumed_train_samples"]
+        margs.skipped_train_samples = metadata["skipped_train_samples"]
+        margs.num_floating_point_operations_so_far = metadata["flops"]
+        margs.do_train, margs.do_valid, margs.do_test = metadata["do"]
+        self._trainer.start_iteration = metadata["start_iteration"]
+        self._trainer.built_generation = generation
+        # The snapshot was taken at the end of the step; this rank begins after the evaluation that followed it.
+        evaluated = margs.do_valid and margs.eval_interval and generation > self._trainer.start_iteration and generation % margs.eval_interval == 0
+        if evaluated and (margs.start_eval_at_iter is None or generation >= margs.start_eval_at_iter):
+            batch = getattr(margs, "eval_global_batch_size", None) or margs.global_batch_size
+            metadata["consumed_valid_samples"] += margs.eval_iters * batch
+        margs.consumed_valid_samples = metadata["consumed_valid_samples"]
+
+    def _data(self, original: Any) -> Any:
+        def build_train_valid_test_data_iterators(provider: Any) -> Any:
+            iterators = original(provider)
+            self._trainer.remember_data(lambda: original(provider), iterators)
+            return iterators
+
+        return build_train_valid_test_data_iterators
+
+    def _train_step(self, *args: Any, iteration: int, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        loop = self._loop
+        assert loop is not None
+        call = StepCall(
+            iteration,
+            args,
+            {**kwargs, "iteration": iteration, "consumed_before": get_args().consumed_train_samples},
+            self._runner.timers(),
+            training_patches.hooks_enabled(args[2]),
+        )
+        if self._plan is not None:
+            self._join(loop, get_args())
+        elif self._trainer.built_generation is None and not loop.began:
+            self._aborter.groups_built()
+            loop.first_snapshot()
+        return loop.step(call)
+
+    def _join(self, loop: Loop, margs: Any) -> None:
+        plan = self._plan
+        assert plan is not None
+        self._trainer.config = None
+        margs.fake_process_group = False
+        self._session.building = False
+        loop.join(plan)
+        self._plan = None
+
+    # ---- inside a step
+
+    def _fence(self) -> None:
+        if self._loop is not None:
+            self._loop.fence()
+
+    def _enter(self, phase: str) -> None:
+        if self._loop is not None and self._loop.began and self._loop.in_section is None:
+            self._session.enter(phase, self._loop.position.generation + 1)

@@ -1,0 +1,135 @@
+"""Filling and reading a worker's own slots: device to host (D2H) behind the training thread's back, and back again.
+
+Generation g lies in slot g % 2. `begin` hands the whole snapshot to the copy queue and returns at once; completion is the word
+COPIED of the control block, which the agent and the fence look at.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+import deadpool_ext
+
+from ..errors import SnapshotMismatch
+from .layout import HEADER_BYTES, Layout, plan_layout
+from .slots import OWN_SLOTS, ControlBlock, Slots, Word
+
+_WAIT_S = 60.0
+#: How long a rollback waits for the agent to finish the header (checksum) of a slot that was only just filled.
+_HEADER_WAIT_S = 10.0
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+
+def layout_of(tensors: NamedTensors, metadata_bytes: int) -> Layout:
+    """The layout of these tensors in this order. Each must be contiguous, since copies go by address and length."""
+    for name, tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(f"snapshot tensors must be contiguous, {name} (shape {tuple(tensor.shape)}) is not")
+    return plan_layout(
+        ((name, str(t.dtype), tuple(t.shape), t.numel() * t.element_size()) for name, t in tensors), metadata_bytes
+    )
+
+
+class SnapshotEngine:
+    """The slots of one rank, and the copies into them.
+
+    `tensors` is called for every snapshot: an optimizer may put a new tensor in a state's place.
+    """
+
+    def __init__(self, layout: Layout, slots: Slots, control: ControlBlock, run_id: str, rank: int) -> None:
+        self.layout = layout
+        self.slots = slots
+        self._control = control
+        self._run_id = run_id
+        self._rank = rank
+        self._queue: deadpool_ext.CopyQueue | None = None
+        self._generations: dict[int, int] = {}  # slot -> generation whose copy was begun
+        self._ticket: int | None = None
+        self._lengths = np.array([t.length_bytes for t in layout.tensors], dtype=np.uint64)
+        offsets = np.array([t.offset for t in layout.tensors], dtype=np.uint64)
+        payload_at = slots.slot_bytes - layout.payload_bytes
+        self._targets = [offsets + np.uint64(slots.address(slot) + payload_at) for slot in range(OWN_SLOTS)]
+
+    def begin(self, generation: int, tensors: NamedTensors, metadata: bytes) -> None:
+        """Start the copy of a generation; returns at once.
+
+        Raises:
+            ValueError: the tensors or the metadata are not those of the layout.
+        """
+        if len(metadata) > self.layout.metadata_room_bytes:
+            raise ValueError(f"metadata has {len(metadata)} bytes, the slot has room for {self.layout.metadata_room_bytes}")
+        sources = self._addresses(tensors)
+        slot = generation % OWN_SLOTS
+        self._generations.pop(slot, None)
+        self.slots.invalidate(slot)
+        self.slots.view(slot)[HEADER_BYTES : HEADER_BYTES + len(metadata)] = metadata
+        self._control.set(Word.METADATA_BYTES_0 + slot, len(metadata))
+        self._generations[slot] = generation
+        queue, stream = self._queue_for(tensors)
+        self._ticket = queue.submit(
+            sources, self._targets[slot], self._lengths, self._control.address(Word.COPIED), generation + 1, stream=stream
+        )
+
+    def _queue_for(self, tensors: NamedTensors) -> tuple[deadpool_ext.CopyQueue, int | None]:
+        on_device = next((t for _, t in tensors if t.is_cuda), None)
+        if self._queue is None:
+            self._queue = deadpool_ext.CopyQueue(None if on_device is None else on_device.device.index)
+        return self._queue, None if on_device is None else torch.cuda.current_stream(on_device.device).cuda_stream
+
+    def _addresses(self, tensors: NamedTensors) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        if len(tensors) != len(self.layout.tensors):
+            raise ValueError(f"the layout has {len(self.layout.tensors)} tensors, got {len(tensors)}")
+        for spec, (name, tensor) in zip(self.layout.tensors, tensors, strict=True):
+            if name != spec.name or tensor.numel() * tensor.element_size() != spec.length_bytes:
+                raise ValueError(f"the layout has {spec.name} of {spec.length_bytes} bytes here, got {name} {tuple(tensor.shape)}")
+        return np.array([t.data_ptr() for _, t in tensors], dtype=np.uint64)
+
+    def complete(self) -> tuple[int, ...]:
+        """Generations in the slots, after the copy in progress has ended."""
+        if self._ticket is not None:
+            assert self._queue is not None
+            if not self._queue.wait(self._ticket, _WAIT_S):
+                raise SnapshotMismatch(f"the copy in progress did not end in {_WAIT_S} s")
+            self._ticket = None
+        return tuple(sorted(self._generations.values()))
+
+    def adopt(self, generation: int) -> None:
+        """The agent has put this generation (and no other) into its slot."""
+        self._generations = {generation % OWN_SLOTS: generation}
+
+    def read_metadata(self, generation: int) -> bytes:
+        """The metadata of a generation in its slot, checked with the rest of the snapshot.
+
+        Raises:
+            SnapshotMismatch: the slot holds another snapshot, or a damaged one.
+        """
+        slot = generation % OWN_SLOTS
+        deadline = time.monotonic() + _HEADER_WAIT_S
+        while True:
+            try:
+                header = self.slots.header(slot)
+                header.require(run_id=self._run_id, rank=self._rank, generation=generation, layout_hash=self.layout.hash)
+                break
+            except SnapshotMismatch:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)
+        self.slots.verify(slot)
+        return bytes(self.slots.view(slot)[HEADER_BYTES : HEADER_BYTES + header.metadata_bytes])
+
+    def restore(self, generation: int, tensors: NamedTensors) -> int:
+        """Copy a generation's payload back into the tensors; call read_metadata first. Returns the bytes copied."""
+        slot = generation % OWN_SLOTS
+        self._addresses(tensors)
+        view = self.slots.view(slot)[self.slots.slot_bytes - self.layout.payload_bytes :]
+        with torch.no_grad():
+            for spec, (_, tensor) in zip(self.layout.tensors, tensors, strict=True):
+                if spec.length_bytes:
+                    raw = torch.frombuffer(view, dtype=torch.uint8, count=spec.length_bytes, offset=spec.offset)
+                    tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+        return int(self._lengths.sum())

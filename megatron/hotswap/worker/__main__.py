@@ -1,0 +1,107 @@
+"""A worker process: `python -m megatron.hotswap.worker SCRIPT …`, started by an agent and by nobody else.
+
+Warms up (imports, device), patches Megatron, then runs the user's script as `__main__`. The script waits for its rank where
+Megatron parses the arguments (patches/arguments.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+
+from .. import config, environment
+from ..control import messages as m
+from ..device import cpu
+from ..errors import UsageError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run the script; the process ends when the agent says so, or with it."""
+    place = environment.worker()
+    _die_with_parent()
+    from .session import Session
+
+    session = Session(place)
+    script, argv = sys.argv[1], sys.argv[2:]
+    on_cpu = cpu.needed()
+    if on_cpu:
+        cpu.install()
+        argv = [*argv, *cpu.default_flags(argv)]
+    from ..patches.install import HotSwap
+    from .abort import guard_waits
+
+    if on_cpu:
+        guard_waits(session)
+    code, text = 0, ""
+    try:
+        HotSwap(session, config.parse(argv), _store_factory(place.address))
+        _warm()
+        sys.argv = [script, *argv]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        code, text = _exit_code(end)
+    except UsageError as mistake:
+        code, text = 2, str(mistake)
+    except BaseException as failure:  # whatever it was, the job must hear of it
+        traceback.print_exc()
+        code, text = 1, f"{type(failure).__name__}: {failure}"
+    sys.stdout.flush()
+    if code and session.halted:
+        # Lost a peer before the first snapshot: nothing here can be gone back to, and the coordinator says what that means.
+        session.report_building(session.version)
+    else:
+        session.say(m.Finished(place.worker, session.rank, code, text))
+    threading.Event().wait()  # the monitor ends this process
+
+
+def _exit_code(end: SystemExit) -> tuple[int, str]:
+    if end.code is None:
+        return 0, ""
+    if isinstance(end.code, int):
+        return end.code, "" if end.code == 0 else f"the script ended with exit code {end.code}; its log says why"
+    return 1, str(end.code)
+
+
+def _die_with_parent() -> None:
+    """A worker without its agent must not go on: the kernel kills it when the agent dies, however it dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(3)
+
+
+def _warm() -> None:
+    """Import what the trainer will use, so that a spare has it already."""
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel.schedules
+    import megatron.training.checkpointing  # noqa: F401
+    import torch
+
+    torch.zeros(1, device=torch.cuda.current_device())
+
+
+def _store_factory(address: str):  # type: ignore[no-untyped-def]
+    """Makes rendezvous stores that this process serves; each is kept until the next is made."""
+    from torch.distributed import TCPStore
+
+    kept: list[TCPStore] = []
+
+    def new_store() -> str:
+        kept.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
+        del kept[:-2]
+        return f"{address}:{kept[-1].port}"
+
+    return new_store
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""The recovery loop: wraps every call of Megatron's train() that communicates, and runs again what a halt interrupted.
+
+Megatron's loop above never notices. It calls train_step, then *sections* (logging, evaluation, saving, timer barriers). The loop
+keeps the calls since the step before last, so that it can bring a rank back to the call that was interrupted:
+
+    generation wanted by a step i (counted from 0): i, that is, i completed steps
+    recovery to g: run every remembered step >= g again, with the sections behind it, up to the interrupted call, then that call
+
+So every rank issues the same collectives in the same order as the spare, whose own train() begins at step g.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..agent import local
+from ..control import messages as m
+from ..errors import Halted
+from ..recovery.execute import Position, Recovery, Snapshots
+from ..snapshot.slots import Word
+from .session import Session
+
+
+class StepRunner(Protocol):
+    """What the loop asks of Megatron around one step; patches/training.py implements it."""
+
+    def run(self, call: StepCall, retry: bool) -> Any:
+        """Run the step. `retry`: the way a job's first step runs, which is the way a spare's does."""
+
+    def record(self, call: StepCall, result: Any, stall_s: float) -> m.StepRecord | None:
+        """What the step looked like, on the rank that logs."""
+
+    def timers(self) -> dict[str, bool]:
+        """Which of Megatron's timers are running."""
+
+    def set_timers(self, running: dict[str, bool]) -> None:
+        """Have exactly these running."""
+
+
+@dataclass
+class Section:
+    """A call between steps. `undo` makes its arguments what they were before it ran."""
+
+    name: str
+    run: Callable[[], Any]
+    undo: Callable[[], None]
+    timers: dict[str, bool]
+
+
+@dataclass
+class StepCall:
+    """A call of train_step, and the sections that followed it."""
+
+    iteration: int  # completed steps before it
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    timers: dict[str, bool]
+    hooks_enabled: bool
+    sections: list[Section] = field(default_factory=list)
+
+
+class Loop:
+    """One per worker, on the training thread."""
+
+    def __init__(self, session: Session, recovery: Recovery, snapshots: Snapshots, runner: StepRunner, generation: int, proven_by_step: bool) -> None:
+        self._session = session
+        self._recovery = recovery
+        self._snapshots = snapshots
+        self._runner = runner
+        self.position = Position(generation)
+        self.in_section: str | None = None
+        self._proven_by_step = proven_by_step
+        self._calls: list[StepCall] = []  # the step before last, and the last
+        self._skip_sections = False
+        self._first_step_due = False
+        self.current_step = generation  # completed steps before the call that is running, or running again
+
+    @property
+    def began(self) -> bool:
+        """Whether a step has been called."""
+        return bool(self._calls)
+
+    # ---- entries
+
+    def first_snapshot(self) -> None:
+        """Before the first step: the generation that a loss in that step goes back to."""
+        self._snapshots.take(self.position.generation)
+
+    def join(self, plan: local.Plan) -> None:
+        """A spare at its first train_step: become the rank, by the same rebuild and restore as the survivors."""
+        self.position = Position(-1, dirty=True)
+        self._recovery.recover(self.position, plan)
+        self._first_step_due = True
+
+    def step(self, call: StepCall) -> Any:
+        """A call of train_step."""
+        self._skip_sections = False
+        self._calls = [*self._calls[-1:], call]
+        self.position.between_steps = False
+        return self._drive(lambda: self._reach(call), lambda retry: self._attempt(call, retry))
+
+    def section(self, name: str, run: Callable[[], Any], skipped: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> Any:
+        """A call between steps (nested ones belong to the outer one)."""
+        if self.in_section is not None or not self._calls:
+            return run()
+        if self._skip_sections:
+            return skipped()
+        call = self._calls[-1]
+        section = Section(name, run, undo, self._runner.timers())
+        call.sections.append(section)
+        self.position.between_steps = True
+
+        def go(retry: bool) -> Any:
+            if self._skip_sections:
+                return skipped()
+            return self._run_section(section, retry)
+
+        return self._drive(lambda: self._reach(call, section), go)
+
+    # ---- running and running again
+
+    def _drive(self, reach: Callable[[], None], run: Callable[[bool], Any]) -> Any:
+        retry = False
+        while True:
+            try:
+                if retry:
+                    reach()
+                return run(retry)
+            except Exception as failure:
+                self._after(failure)
+            retry = True
+
+    def _after(self, failure: Exception) -> None:
+        self.in_section = None
+        if not self._session.halted:
+            self._report_error(failure)
+        iteration = self._calls[-1].iteration
+        plan = self._recovery.recover(self.position)
+        self._first_step_due = True
+        if plan.generation > iteration and not plan.redo_sections:
+            self._skip_sections = True
+            self._session.say(m.Note("skipped", f"rank {self._session.rank}: the rest of the work after step {iteration + 1}"))
+
+    def _report_error(self, failure: Exception) -> None:
+        """An exception without a halt: say it and wait; the coordinator finds out whose fault it is."""
+        step = self._calls[-1].iteration + 1
+        collective = isinstance(failure, Halted) or _is_communication(failure)
+        assert self._session.rank is not None
+        text = f"{type(failure).__name__}: {failure}"
+        if not collective:
+            import traceback
+
+            traceback.print_exception(failure)
+        self._session.say(m.WorkerError(self._session.rank, self._session.version, step, collective, text[:2000]))
+
+    def _reach(self, call: StepCall, section: Section | None = None) -> None:
+        """Bring the state from the generation it was restored to up to just before `call` (or before `section` of it)."""
+        for past in self._calls:
+            last = past is call
+            if self.position.generation <= past.iteration and (not last or section is not None):
+                self._attempt(past, retry=True)
+                for done in past.sections:
+                    if last and done is section:
+                        break
+                    self._run_section(done, retry=True)
+        if section is not None and not self._skip_sections:
+            self.position.between_steps = True
+
+    def _attempt(self, call: StepCall, retry: bool) -> Any:
+        self._session.check()
+        self.current_step = call.iteration
+        if retry:
+            self._runner.set_timers(call.timers)
+        self.position.between_steps = False
+        result = self._runner.run(call, retry or self._first_step_due)
+        generation = call.iteration + 1
+        self.position.generation, self.position.dirty = generation, False
+        if not self._proven_by_step:
+            self._session.await_commit(call.iteration)
+        self._snapshots.take(generation)
+        self._session.enter("d2h", generation)
+        stall, self._session.exposed_stall_s = self._session.exposed_stall_s, 0.0
+        record = self._runner.record(call, result, stall)
+        if record is not None:
+            self._session.say(m.StepDone(record))
+        if self._first_step_due:
+            assert self._session.rank is not None
+            self._session.say(m.FirstStep(self._session.version, self._session.rank))
+            self._first_step_due = False
+        return result
+
+    def _run_section(self, section: Section, retry: bool) -> Any:
+        self._session.check()
+        if retry:
+            section.undo()
+            self._runner.set_timers(section.timers)
+        self.in_section = section.name
+        try:
+            # Said once already; the spare, which runs it for the first time, says it where this rank did not come so far.
+            quiet = contextlib.redirect_stdout(io.StringIO()) if retry and section.name == "log" else contextlib.nullcontext()
+            with quiet:
+                return section.run()
+        finally:
+            self.in_section = None
+
+    def fence(self) -> None:
+        """Called before the optimizer changes main parameters."""
+        self._session.enter("fence", self.position.generation + 1)
+        self._session.fence(self.position.generation)
+        self._session.check()
+        self.position.dirty = True
+        self._session.enter("optimizer", self.position.generation + 1)
+
+    @property
+    def committed(self) -> int:
+        """The newest committed generation that this worker knows of."""
+        return self._session.control.get(Word.COMMITTED) - 1
+
+
+def _is_communication(failure: Exception) -> bool:
+    """Whether an exception comes out of torch.distributed: its own types, or a RuntimeError raised below it."""
+    import torch.distributed as dist
+
+    if isinstance(failure, dist.DistError):
+        return True
+    trace = failure.__traceback__
+    while trace is not None and isinstance(failure, RuntimeError):
+        name = trace.tb_frame.f_globals.get("__name__", "")
+        if name.startswith(("torch.distributed", "megatron.hotswap.worker.abort")):
+            return True
+        trace = trace.tb_next
+    return isinstance(failure, RuntimeError) and any(w in str(failure) for w in ("gloo", "NCCL", "Connection", "socket"))
+
+
+def flush_output() -> None:
+    """What was printed reaches the log."""
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,165 @@
+"""A worker's session with its agent: the link, the control block, the monitor thread, and the fence.
+
+Two threads: the *training thread* runs the user's script; the *monitor thread* reads the link, and on a halt gets the training
+thread out of whatever it is blocked in.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import deadpool_ext
+
+from ..agent import local
+from ..control import messages as m
+from ..environment import WorkerEnvironment
+from ..errors import Halted
+from ..snapshot.slots import ControlBlock, Word
+
+#: A wait in the engine is taken up again this often, so that a debugger or a signal gets a turn.
+_WAIT_SLICE_S = 1.0
+
+PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
+
+
+class Session:
+    """One per worker process."""
+
+    def __init__(self, place: WorkerEnvironment) -> None:
+        self.place = place
+        self.control = ControlBlock(place.control_fd)
+        self.link = local.Link(socket.socket(fileno=place.link_fd), local.FromAgent)
+        self.version = 0  # of the membership that the training thread works in
+        self.rank: int | None = None
+        self.building = False  # a spare that has a rank but no state yet
+        self.orders: queue.Queue[m.Halt | local.Plan] = queue.Queue()
+        self.abort: Callable[[int], None] = lambda version: None  # set by worker/abort.py
+        self.exposed_stall_s = 0.0  # since it was last read
+        self._replies: queue.Queue[tuple[Any, tuple[int, ...]]] = queue.Queue()
+        self._ranks: queue.Queue[local.Given] = queue.Queue()
+        self._armed: list[m.Injection] = []
+        self._send_lock = threading.Lock()
+        self._monitor = threading.Thread(target=self._listen, name="deadpool-monitor", daemon=True)
+        self._monitor.start()
+
+    # ---- saying and hearing
+
+    def say(self, message: local.FromWorker) -> None:
+        """Send to the agent; what is the coordinator's goes on from there."""
+        with self._send_lock:
+            self.link.send(message)
+
+    def await_rank(self, store: str) -> local.Given:
+        """Say that this worker is warm, and wait for a rank. May take until the job ends."""
+        self.say(m.WorkerReady(self.place.worker, store))
+        return self._ranks.get()
+
+    def await_slots(self, request: local.NeedSlots) -> tuple[local.SlotsGiven | local.NoSlots, tuple[int, ...]]:
+        """Ask the agent for slots."""
+        self.say(request)
+        return self._replies.get()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message, fds = self.link.receive()
+                self._hear(message, fds)
+        except (EOFError, OSError):
+            end_process(3, "its agent is gone")
+
+    def _hear(self, message: Any, fds: tuple[int, ...]) -> None:
+        if isinstance(message, m.Halt):
+            if self.building:
+                self.report_building(message.version)
+            else:
+                self.orders.put(message)
+                self.abort(message.version)
+        elif isinstance(message, local.Plan):
+            self.orders.put(message)
+        elif isinstance(message, local.Given):
+            self.rank, self.version, self.building = message.rank, message.version, message.fake
+            if message.fake:
+                self.report_building(message.version - 1)
+            self._ranks.put(message)
+        elif isinstance(message, m.Arm):
+            self._armed.append(message.injection)
+        elif isinstance(message, m.Stop):
+            end_process(message.code, message.reason)
+        else:
+            self._replies.put((message, fds))
+
+    def report_building(self, over: int) -> None:
+        """What a spare that has no state yet says to a halt."""
+        assert self.rank is not None
+        while True:  # a plan of a membership that is over must not be acted on
+            try:
+                self.orders.get_nowait()
+            except queue.Empty:
+                break
+        self.say(m.HaltReport(over, self.rank, None, False, (), ""))
+
+    # ---- the halt
+
+    @property
+    def halted(self) -> bool:
+        """Whether the membership that this worker works in is over."""
+        return self.version > 0 and self.control.get(Word.OVER_VERSION) >= self.version
+
+    def check(self) -> None:
+        """Raise Halted if the membership is over. Called at every border of a step, a micro-batch and a section."""
+        if self.halted:
+            raise Halted(f"membership {self.version} is over")
+
+    def wait_for(self, word: Word, value: int) -> None:
+        """Wait until a word of the control block is at least `value`.
+
+        Raises:
+            Halted: the membership ended first.
+        """
+        stop = self.control.address(Word.OVER_VERSION)
+        while True:
+            came = deadpool_ext.wait_u64_at_least(self.control.address(word), value, _WAIT_SLICE_S, stop, self.version)
+            if came == 1:
+                return
+            self.check()
+
+    def fence(self, generation: int) -> None:
+        """Before main parameters change: the copy of `generation` must be complete and acknowledged (guarantees 3 and 4)."""
+        began = time.perf_counter()
+        self.wait_for(Word.COPIED, generation + 1)
+        self.wait_for(Word.ACKNOWLEDGED, generation + 1)
+        self.exposed_stall_s += time.perf_counter() - began
+
+    def await_commit(self, generation: int) -> None:
+        """Before the slot of `generation` - 1 is overwritten: `generation` must be complete everywhere (guarantee 4)."""
+        began = time.perf_counter()
+        self.wait_for(Word.COMMITTED, generation + 1)
+        self.exposed_stall_s += time.perf_counter() - began
+
+    # ---- progress, and faults on purpose
+
+    def enter(self, phase: str, step: int) -> None:
+        """A phase of a step begins (step 1 is the first). Progress for whoever watches; the place where armed faults strike."""
+        self.control.set(Word.STEP, step)
+        self.control.set(Word.PHASE, PHASES.index(phase) + 1)
+        self.control.bump(Word.PROGRESS)
+        for injection in self._armed:
+            if injection.at_step == step and (injection.phase or "forward") == phase:
+                self._armed.remove(injection)
+                self.say(local.Strike(injection))
+                time.sleep(60.0)  # the agent strikes within milliseconds; nothing must happen in between
+
+
+def end_process(code: int, reason: str) -> None:
+    """End at once, without destructors that would wait for peers; what was printed is kept."""
+    print(f"deadpool: worker ends with code {code}: {reason}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
