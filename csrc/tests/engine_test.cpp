@@ -121,6 +121,19 @@ void test_copies_are_in_order_and_whole_when_the_flag_is_seen(Random& random) {
   CHECK(queue.pending() == 0);
 }
 
+void test_the_flag_comes_last() {
+  const std::vector<unsigned char> source(std::size_t{32} << 20, 7);  // long enough to look while it is copied
+  std::vector<unsigned char> slot(source.size());
+  const std::uint64_t from = address(source.data()), to = address(slot.data()), length = source.size();
+  std::uint64_t flag = 0;
+  CopyQueue queue(std::make_unique<MemoryBackend>());
+  queue.submit(&from, &to, &length, 1, address(&flag), 1);
+  while (load_u64(&flag) == 0) continue;
+  CHECK(queue.bytes_copied() == length);
+  CHECK(slot == source);
+  CHECK(queue.wait(1, kPatience_s));
+}
+
 void test_many_threads_submit_and_wait(Random& random) {
   CopyQueue queue(std::make_unique<MemoryBackend>());
   std::vector<std::unique_ptr<Snapshot>> snapshots;
@@ -272,6 +285,7 @@ int main(int argc, char** argv) {
   std::printf("checksum: %s, seed %llu\n", crc32c_implementation(), static_cast<unsigned long long>(seed));
   Random random{seed};
   test_copies_are_in_order_and_whole_when_the_flag_is_seen(random);
+  test_the_flag_comes_last();
   test_many_threads_submit_and_wait(random);
   test_close_finishes_the_running_job_and_drops_the_others(random);
   test_a_failed_copy_fails_its_ticket_and_all_later_ones(random);

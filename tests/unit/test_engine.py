@@ -204,7 +204,8 @@ import os, numpy as np, deadpool_ext as engine
 queue, flag, none = engine.CopyQueue(), np.zeros(1, np.uint64), np.zeros(0, np.uint64)
 child = os.fork()
 if child == 0:
-    for call in (lambda: queue.submit(none, none, none, flag.ctypes.data, 1), queue.pending, queue.bytes_copied, queue.close):
+    submit = lambda: queue.submit(none, none, none, flag.ctypes.data, 1)
+    for call in (submit, queue.pending, queue.bytes_copied, queue.close):
         try:
             call()
         except RuntimeError as error:
