@@ -1,8 +1,8 @@
 """Train a GPT model with Megatron, hot-swap included.
 
-The trainer itself is `megatron.training.pretrain` of the megatron-core wheel. A trainer asks its script for three things, and
-these are all that stands here: the datasets, one forward step, and the loss. The model is built by the trainer from the flags
-(GPTModelConfig), local and Transformer Engine layers, experts and multi-token prediction included.
+The trainer itself is `megatron.training.pretrain` of the megatron-core wheel. It asks its script for three things,
+and they are all that stands here: the datasets, one forward step, and the loss. The trainer builds the model from the
+flags by itself (GPTModelConfig): local and Transformer Engine layers, experts and multi-token prediction included.
 
 Nothing is imported at the top that is slow: saving a checkpoint starts a process that imports this file again.
 """
@@ -39,7 +39,7 @@ BATCH_KEYS = (
 
 
 def refuse_unsupported(args: Namespace) -> None:
-    """These need another dataset or another loop than this script has; silently training without them would be worse."""
+    """These need another dataset or another loop than this script has; to train without them, silently, is worse."""
     flags = {
         "--sft": args.sft,
         "--fim-data": args.fim_data,
@@ -72,7 +72,7 @@ def stage_needs_data(args: Namespace, vp_stage: int | None) -> tuple[bool, bool,
 
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) -> dict[str, Any]:
-    """One micro-batch for this rank. Only TP rank 0 reads it; the others get it by broadcast, then each CP rank takes its part."""
+    """One micro-batch: TP rank 0 reads it, the others get it by broadcast, then each CP rank takes its part."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
     from megatron.training import get_args
@@ -102,9 +102,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) 
         is_pipeline_first_stage=first,
         is_pipeline_last_stage=last,
     )
-    return get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-    )
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
 
 
 def check_loss(loss: Tensor, args: Namespace) -> None:
@@ -143,7 +141,7 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any, return_schedule_plan: bool = False) -> tuple:
-    """Forward pass of one micro-batch through one model chunk; with return_schedule_plan only its plan (expert overlap)."""
+    """One micro-batch through one model chunk; with return_schedule_plan only the plan of it (expert overlap)."""
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import get_timers
 
@@ -228,7 +226,8 @@ def main() -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    # The trainer divides by the evaluation interval, but leaves it unset where no flag gives it.
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000})
     refuse_unsupported(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
@@ -240,4 +239,4 @@ if __name__ == "__main__":
     if cpu.needed():
         sys.argv[1:] += cpu.default_flags(sys.argv[1:])
         cpu.install()
-    sys.exit(main())
+    main()

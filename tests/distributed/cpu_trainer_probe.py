@@ -1,7 +1,8 @@
-"""Runs pretrain_gpt.py without a GPU and prints each step's loss and gradient norm as hex floats: the trainer's log rounds them.
+"""Runs pretrain_gpt.py without a GPU and prints losses and gradient norms as hex floats, which the trainer's log
+rounds.
 
-One line per rank and step: PROBE rank iteration loss norm. Only ranks of the last pipeline stage know the loss. At the end one
-line per rank with a digest of its parameters: DIGEST rank name hash.
+One line per rank and step: PROBE rank iteration loss norm. Only ranks of the last pipeline stage know the loss. At
+the end one line per parameter of each rank: DIGEST rank name hash.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ if __name__ == "__main__":
     sys.argv[1:] += cpu.default_flags(sys.argv[1:])
     cpu.install()
 
-    import pretrain_gpt
     from megatron.training import training
+
+    import pretrain_gpt
 
     training.training_log = printing(training.training_log)
     training.train = digesting(training.train)

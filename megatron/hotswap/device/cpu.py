@@ -1,13 +1,13 @@
 """Train on CPUs, over gloo, with NVIDIA's trainer unchanged: the embedded default, the demo and CI.
 
-The trainer asks torch.cuda for its device, streams, memory figures and random states. Here torch.cuda answers as one GPU whose
-memory is the host's: there is one stream, everything on it is finished when the call returns, and its random generator is the
-CPU's. What Megatron itself does that only a GPU, NCCL or Transformer Engine can do is replaced by something equal. Each
-replacement says who needs it. The order is:
+The trainer asks torch.cuda for its device, streams, memory figures and random states. Here torch.cuda answers as one
+GPU whose memory is the host's: there is one stream, everything on it is finished when the call returns, and its
+random generator is the CPU's. What Megatron itself does that only a GPU, NCCL or Transformer Engine can do is
+replaced by something equal. Each replacement says who needs it. The order is:
 
-    os.environ.update(environment())            before torch is imported
-    sys.argv[1:] += default_flags(sys.argv[1:])  refuses flags that ask for a GPU
-    install()                                    before megatron.training is imported
+    os.environ.update(environment())              before torch is imported
+    sys.argv[1:] += default_flags(sys.argv[1:])   refuses flags that ask for a GPU
+    install()                                     before megatron.training is imported
 
 Nothing else in the project asks which device it runs on.
 """
@@ -24,6 +24,8 @@ import os
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
+
+from megatron.hotswap.errors import UsageError
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # Megatron compiles its small kernels; on a CPU that costs minutes and gains nothing
@@ -49,12 +51,82 @@ CPU_FLAGS: dict[str, str | None] = {
     "--no-persist-layer-norm": None,
 }
 
+# Flags that a CPU allows with some values only, and what the others need.
+ALLOWED_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
+    "--distributed-backend": (("gloo",), "a GPU with NCCL or another GPU library"),
+    "--transformer-impl": (("local",), "Transformer Engine, so a GPU"),
+    "--attention-backend": (("unfused", "local", "auto"), "an attention kernel for GPUs"),
+    "--context-parallel-size": (("1",), "Transformer Engine's attention, so a GPU"),
+    "--cuda-graph-impl": (("none",), "a GPU"),
+    "--moe-token-dispatcher-type": (("allgather", "alltoall"), "a communication library for GPUs"),
+    "--cross-entropy-fusion-impl": (("native",), "Transformer Engine, so a GPU"),
+}
+
+# Flags that ask for something only a GPU or Transformer Engine has.
+GPU_FLAGS = frozenset(
+    (
+        "--batch-invariant-mode",
+        "--enable-cuda-graph",
+        "--external-cuda-graph",
+        "--fine-grained-activation-offloading",
+        "--fp4-format",
+        "--fp4-param-gather",
+        "--fp8-format",
+        "--fp8-param-gather",
+        "--fused-residual-rmsnorm",
+        "--hierarchical-context-parallel-sizes",
+        "--hybrid-context-parallel",
+        "--moe-enable-deepep",
+        "--moe-grouped-gemm",
+        "--moe-permute-fusion",
+        "--moe-router-fusion",
+        "--optimizer-cpu-offload",
+        "--optimizer-cuda-graph",
+        "--te-rng-tracker",
+        "--tp-comm-overlap",
+        "--use-flash-attn",
+        "--use-megatron-fsdp",
+        "--use-nccl-ub",
+        "--use-precision-aware-optimizer",
+        "--use-sharp",
+        "--use-te-activation-func",
+        "--use-torch-fsdp2",
+        "--use-transformer-engine-op-fuser",
+    )
+)
+
+# Functions of torch that take a device and make a tensor there.
+FACTORIES = (
+    "tensor",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "zeros",
+    "zeros_like",
+    "ones",
+    "ones_like",
+    "full",
+    "full_like",
+    "arange",
+    "linspace",
+    "eye",
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "randint",
+    "randperm",
+)
+
+_installed = False
+
 
 def needed() -> bool:
-    """Whether this process has no GPU at all. A GPU that torch cannot use is a fault to report, not a reason to train on CPU."""
+    """Whether there is no GPU at all. One that torch cannot use is a fault to report, not a reason to train on CPUs."""
     import torch
 
-    if getattr(torch.cuda, "_deadpool_cpu_device", False):
+    if _installed:
         return True
     if torch.cuda.is_available():
         return False
@@ -68,15 +140,44 @@ def environment() -> dict[str, str]:
 
 
 def default_flags(argv: list[str]) -> list[str]:
-    """Flags to append to argv so that the trainer runs without a GPU; those that the user gave are left out."""
-    given = {word.split("=", 1)[0] for word in argv}
+    """Flags to append to argv so that the trainer runs without a GPU; those that the user gave are left out.
+
+    Raises UsageError where argv asks for what only a GPU can do.
+    """
+    given = _read_flags(argv)
+    _refuse_gpu_flags(given)
     flags: list[str] = []
     for flag, value in CPU_FLAGS.items():
         if flag not in given:
             flags += [flag] if value is None else [flag, value]
-    if "--eval-interval" not in given:
-        flags += ["--eval-interval", "1000"]
     return flags
+
+
+def _read_flags(argv: list[str]) -> dict[str, str]:
+    """Flag -> the word after it, or behind its "="; "" where there is none. The last one counts, as in argparse."""
+    flags: dict[str, str] = {}
+    for position, word in enumerate(argv):
+        if not word.startswith("--"):
+            continue
+        flag, equals, value = word.partition("=")
+        following = argv[position + 1] if position + 1 < len(argv) else ""
+        flags[flag] = value if equals else "" if following.startswith("--") else following
+    return flags
+
+
+def _refuse_gpu_flags(given: dict[str, str]) -> None:
+    for flag, (allowed, needs) in ALLOWED_VALUES.items():
+        if flag in given and given[flag] not in allowed:
+            raise UsageError(
+                f"without a GPU {flag} must be {' or '.join(allowed)}, but it is {given[flag]!r}, which needs {needs}. "
+                f"Drop {flag}, or start the job where torch.cuda.is_available() is true."
+            )
+    refused = sorted(GPU_FLAGS & given.keys())
+    if refused:
+        raise UsageError(
+            f"without a GPU these flags cannot be used: {' '.join(refused)}. "
+            "Drop them, or start the job where torch.cuda.is_available() is true."
+        )
 
 
 class Stream:
@@ -122,25 +223,34 @@ class Event:
 
 def install() -> None:
     """Make the unchanged trainer run on this host's CPUs. Once per process, before megatron.training is imported."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    os.environ.update(environment())
     import torch
 
-    if getattr(torch.cuda, "_deadpool_cpu_device", False):
-        return
-    for name, value in environment().items():
-        os.environ[name] = value
     # torch.compile keeps a table of torch's functions by identity, so it is made before they are replaced.
     import torch._dynamo
 
     torch._dynamo.config.disable = True
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     _answer_device_queries(torch)
     _answer_streams(torch)
     _answer_memory_queries(torch)
     _share_random_generator(torch)
+    _keep_generator_from_loaders(torch)
     _place_tensors(torch)
     _name_tensor_types(torch)
     _skip_graph_capture_checks(torch)
-    _patch_megatron(torch)
-    torch.cuda._deadpool_cpu_device = True
+
+    _use_cpu_generator_in_tracker(torch)
+    _mark_torch_norms()
+    _give_split_sizes_to_all_to_all(torch)
+    _keep_adam_steps_apart(torch)
+    _copy_what_async_save_writes()
+    _skip_warm_up()
+    _use_built_dataset_helpers(torch)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -217,12 +327,8 @@ def _answer_memory_queries(torch: Any) -> None:
 
 
 def _share_random_generator(torch: Any) -> None:
-    """The GPU's generator is the CPU's default one, which is what dropout on a CPU draws from.
-
-    On a GPU the two are apart: what a data loader draws for its seed when it is opened does not move the numbers that
-    dropout gets. Here that draw has to be undone, else TP ranks (only the first opens a loader) would drop different
-    elements, and a run continued from a checkpoint (which opens it later) would not repeat the run that never stopped.
-    """
+    """The GPU's generator is the CPU's default one, which is what dropout on a CPU draws from. _set_random_seed,
+    checkpoints and recomputation read and set it."""
     cuda = torch.cuda
 
     def get_rng_state(device: Any = "cuda") -> Any:
@@ -243,22 +349,29 @@ def _share_random_generator(torch: Any) -> None:
         module.manual_seed_all = _nothing  # torch.manual_seed calls it after seeding the same generator
         module.initial_seed = torch.initial_seed
 
-    loader = torch.utils.data.DataLoader
-    opened = loader.__iter__
 
-    @functools.wraps(opened)
-    def keep_generator(self: Any) -> Any:
+def _keep_generator_from_loaders(torch: Any) -> None:
+    """A data loader draws its seed from the CPU's generator when it is opened. On a GPU that does not move the
+    numbers that dropout gets. Here it would: TP ranks (only the first opens a loader) would drop different elements,
+    and a run continued from a checkpoint, which opens its loader later, would not repeat the run that never
+    stopped."""
+    loader = torch.utils.data.DataLoader
+    original = loader.__iter__
+
+    @functools.wraps(original)
+    def opened(self: Any) -> Any:
         state = torch.get_rng_state()
         try:
-            return opened(self)
+            return original(self)
         finally:
             torch.set_rng_state(state)
 
-    loader.__iter__ = keep_generator
+    loader.__iter__ = opened
 
 
 def _is_cuda(device: Any) -> bool:
-    return device is not None and not isinstance(device, bool) and str(device).startswith("cuda")
+    """Whether this names a GPU: "cuda", "cuda:0", torch.device("cuda") or a number."""
+    return device is not None and (isinstance(device, int) or str(device).startswith("cuda"))
 
 
 def _place_tensors(torch: Any) -> None:
@@ -274,10 +387,7 @@ def _place_tensors(torch: Any) -> None:
 
         return create
 
-    for name in (
-        "tensor as_tensor empty empty_like empty_strided zeros zeros_like ones ones_like full full_like "
-        "arange linspace eye rand rand_like randn randn_like randint randperm"
-    ).split():
+    for name in FACTORIES:
         setattr(torch, name, placed(getattr(torch, name)))
 
     original_to = torch.Tensor.to
@@ -298,7 +408,8 @@ def _place_tensors(torch: Any) -> None:
 
 
 def _name_tensor_types(torch: Any) -> None:
-    """Megatron's optimizers sort parameters by Tensor.type() and Float16Module by isinstance with torch.cuda.FloatTensor."""
+    """Megatron's optimizers sort parameters by Tensor.type(), Float16Module by isinstance with
+    torch.cuda.FloatTensor."""
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor"):
         setattr(torch.cuda, name, getattr(torch, name))
     original = torch.Tensor.type
@@ -316,17 +427,6 @@ def _name_tensor_types(torch: Any) -> None:
 def _skip_graph_capture_checks(torch: Any) -> None:
     """torch.optim asks before each step whether a CUDA graph is being captured."""
     torch.optim.Optimizer._accelerator_graph_capture_health_check = _nothing
-
-
-def _patch_megatron(torch: Any) -> None:
-    """Replacements in megatron.core and megatron.training, each for one thing that a CPU lacks."""
-    _use_cpu_generator_in_tracker(torch)
-    _mark_torch_norms()
-    _give_split_sizes_to_all_to_all(torch)
-    _keep_adam_steps_apart(torch)
-    _copy_what_async_save_writes()
-    _skip_warm_up()
-    _use_built_dataset_helpers(torch)
 
 
 def _use_cpu_generator_in_tracker(torch: Any) -> None:
@@ -347,8 +447,8 @@ def _use_cpu_generator_in_tracker(torch: Any) -> None:
 
 def _mark_torch_norms() -> None:
     """WrappedTorchNorm refuses sequence parallelism, for it leaves its weights without the mark that
-    finalize_model_grads looks for: under sequence parallelism each TP rank sees a part of the tokens, so the gradients of a
-    norm's weights have to be summed over the TP group. Build the same norm, and mark them."""
+    finalize_model_grads looks for: each TP rank then sees a part of the tokens, so the gradients of a norm's weights
+    have to be summed over the TP group. Build the same norm, and mark them."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     original = WrappedTorchNorm.__new__
@@ -378,14 +478,14 @@ def _give_split_sizes_to_all_to_all(torch: Any) -> None:
 
 
 def _keep_adam_steps_apart(torch: Any) -> None:
-    """DistributedOptimizer.state_dict and load_state_dict where Adam is torch's own (Transformer Engine and Apex count steps per
-    group, torch per parameter, in a tensor that each step adds 1 to).
+    """DistributedOptimizer.state_dict and load_state_dict where Adam is torch's own: Transformer Engine and Apex
+    count steps per group, torch per parameter, in a tensor to which each step adds 1.
 
     - state_dict wants exactly one step count among the parameters. Before the first step there is none: the state that
       torch would make at that step, zeros, is made now. A rank whose shard holds no parameter has none either.
-    - load_state_dict gives one and the same tensor to all parameters, so that each step would count once per parameter, and
-      the dp_reshardable format then puts back the count that stood there before. The right count is the groups'. With
-      fp32 parameters it also copies into views of them, which autograd refuses outside no_grad.
+    - load_state_dict gives one and the same tensor to all parameters, so that a step would count once per parameter,
+      and the dp_reshardable format then puts back the count that stood there before. The right count is the groups'.
+      With fp32 parameters it also copies into views of them, which autograd refuses outside no_grad.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -421,11 +521,11 @@ def _keep_adam_steps_apart(torch: Any) -> None:
 
 
 def _copy_what_async_save_writes() -> None:
-    """--async-save copies the state to the host (preload_tensors) and lets another process write it while training goes on.
+    """--async-save copies the state to the host (preload_tensors) and another process writes it while training goes on.
 
-    Here the state is on the host already, and the "copy" would be the live tensors themselves: clone them. That is done before
-    the request is sent, for sending a tensor to a process moves its memory into a shared file, under the trainer's feet. The
-    process that writes gets this layer too: it sets its CUDA device.
+    Here the state is on the host already, and the "copy" would be the live tensors themselves: clone them. That is
+    done before the request is sent, for sending a tensor to a process moves its memory into a shared file, under the
+    trainer's feet. The process that writes gets this layer too: it sets its CUDA device.
     """
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -461,9 +561,9 @@ def _write_checkpoints(*args: Any) -> None:
 
 
 def _skip_warm_up() -> None:
-    """set_jit_fusion_options warms up the fused kernels on random input. There are none here, and on a GPU its draws come from
-    a generator that weight initialization does not use: taken from the only one here, they would make the initial weights
-    depend on the batch and on sequence parallelism."""
+    """set_jit_fusion_options warms up the fused kernels on random input. There are none here, and on a GPU its draws
+    come from a generator that weight initialization does not use: taken from the only one here, they would make the
+    initial weights depend on the batch and on sequence parallelism."""
     from megatron.training import initialize
 
     initialize._warmup_jit_function = _nothing
