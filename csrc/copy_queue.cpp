@@ -7,7 +7,6 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstdio>
-#include <cstring>
 #include <deque>
 #include <exception>
 #include <mutex>
@@ -58,7 +57,7 @@ void MemoryBackend::run(const CopyJob& job, std::atomic<std::uint64_t>& bytes_co
     auto* destination = reinterpret_cast<unsigned char*>(job.destinations[i]);
     for (std::uint64_t done = 0; done < job.lengths[i];) {
       const std::uint64_t step = std::min(kProgressStep, job.lengths[i] - done);
-      std::memcpy(destination + done, source + done, step);
+      copy_past_caches(destination + done, source + done, step);
       bytes_copied.fetch_add(step, std::memory_order_relaxed);
       done += step;
     }
@@ -190,12 +189,14 @@ std::uint64_t CopyQueue::submit(const std::uint64_t* sources, const std::uint64_
   }
   job.after = state_->backend->order_after(stream);
 
-  const std::lock_guard lock(state_->mutex);
+  std::unique_lock lock(state_->mutex);
   if (!state_->failure.empty()) throw std::runtime_error(state_->failure);
   if (state_->closing) throw std::runtime_error("submit on a closed copy queue. Make a new one.");
   state_->waiting.push_back(std::move(job));
+  const std::uint64_t ticket = ++state_->submitted;
+  lock.unlock();  // before waking the thread, which would only wait for the lock
   state_->changed.notify_all();
-  return ++state_->submitted;
+  return ticket;
 }
 
 bool CopyQueue::wait(std::uint64_t ticket, double timeout_s) {

@@ -1,5 +1,8 @@
 #include "memory.hpp"
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -28,6 +31,10 @@ constexpr std::chrono::microseconds kLongestSleep{200};
 
 // Each call of madvise holds the address space's lock: other threads' page faults wait for it.
 constexpr std::uint64_t kPopulateStep = std::uint64_t{64} << 20;
+
+#if defined(__x86_64__)
+constexpr std::uint64_t kShortestPastCaches = 4096;  // for less, the fence costs more than the caches give
+#endif
 
 inline void pause_core() {
 #if defined(__x86_64__)
@@ -75,6 +82,28 @@ void check_copy(std::uint64_t source, std::uint64_t destination, std::uint64_t l
     throw std::invalid_argument(text("source and destination must not overlap: 0x", std::hex, source, " and 0x",
                                      destination, std::dec, " are ", distance, " bytes apart, the length is ", length,
                                      ". Copy to memory of its own."));
+}
+
+void copy_past_caches(void* destination, const void* source, std::uint64_t length) {
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)  // the thread sanitizer does not see these stores
+  auto* to = static_cast<unsigned char*>(destination);
+  const auto* from = static_cast<const unsigned char*>(source);
+  if (length >= kShortestPastCaches) {
+    constexpr std::uint64_t line = 64;  // whole cache lines, else the processor reads the rest of each from memory
+    const std::uint64_t head = -reinterpret_cast<std::uint64_t>(to) % line;
+    std::memcpy(to, from, head);
+    to += head, from += head, length -= head;
+    for (; length >= line; to += line, from += line, length -= line) {
+      __m128i part[4];
+      for (int i = 0; i < 4; ++i) part[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i);
+      for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, part[i]);
+    }
+    _mm_sfence();  // these stores are not ordered by a release store: without the fence a flag could overtake them
+  }
+  std::memcpy(to, from, length);
+#else
+  std::memcpy(destination, source, length);
+#endif
 }
 
 std::uint64_t load_u64(const std::uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }

@@ -15,6 +15,10 @@ void check_range(std::uint64_t address, std::uint64_t length, const char* name);
 // Throws invalid_argument if either range is bad or the two overlap.
 void check_copy(std::uint64_t source, std::uint64_t destination, std::uint64_t length);
 
+// memcpy for data that this core will not read again. Writes past the caches where the processor can: faster for what
+// does not fit them, and the training loop's working set stays in.
+void copy_past_caches(void* destination, const void* source, std::uint64_t length);
+
 std::uint64_t load_u64(const std::uint64_t* word);                // acquire
 void store_u64(std::uint64_t* word, std::uint64_t value);         // release
 std::uint64_t add_u64(std::uint64_t* word, std::uint64_t value);  // acquire and release; returns the value after

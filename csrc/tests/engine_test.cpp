@@ -122,7 +122,7 @@ void test_copies_are_in_order_and_whole_when_the_flag_is_seen(Random& random) {
 }
 
 void test_the_flag_comes_last() {
-  const std::vector<unsigned char> source(std::size_t{32} << 20, 7);  // long enough to look while it is copied
+  const std::vector<unsigned char> source(std::size_t{12} << 20, 7);  // long enough to look while it is copied
   std::vector<unsigned char> slot(source.size());
   const std::uint64_t from = address(source.data()), to = address(slot.data()), length = source.size();
   std::uint64_t flag = 0;

@@ -19,7 +19,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 SANITIZERS = ["address,undefined", "thread"]
 
 
-def run(*command: str | Path, timeout_s: float = 120) -> str:
+def run(*command: str | Path, timeout_s: float = 300) -> str:
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, timeout=timeout_s, check=False
     )
