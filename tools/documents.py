@@ -219,7 +219,9 @@ def _json_texts(record: bytes, keys: Sequence[str]) -> tuple[str, ...]:
     try:
         document = json.loads(_decoded(record))
     except json.JSONDecodeError as error:
-        raise BadRecord(f"not JSON: {error.msg} at column {error.colno}: {_excerpt(record)}") from error
+        raise BadRecord(
+            f"not JSON: {error.msg} at column {error.colno}: {_excerpt(record)} (plain text needs --input-format text)"
+        ) from error
     except RecursionError as error:
         raise BadRecord("not usable: JSON nested too deeply") from error
     if not isinstance(document, dict):
