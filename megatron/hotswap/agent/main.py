@@ -143,8 +143,10 @@ class Agent:
             self._say(m.Heartbeat(sequence))
             before = loop.time()
             await asyncio.sleep(self.config.heartbeat_interval_s)
-            if loop.time() - before > self._lease_s:
-                raise Fenced(f"this agent stood still for {loop.time() - before:.1f} s, longer than its lease of {self._lease_s} s")
+            pause = loop.time() - before - self.config.heartbeat_interval_s
+            if pause > self.config.heartbeat_interval_s:
+                # This process stood still itself. If it was given up meanwhile, the refusal waits to be read: read first.
+                self._heard_s += pause
             if loop.time() - self._heard_s > self._lease_s:
                 raise Fenced(f"the coordinator was silent for longer than the lease of {self._lease_s} s")
 
@@ -366,7 +368,8 @@ class Agent:
                 break
             except (PeerFault, SnapshotMismatch) as failure:
                 # The holder is dying (a halt will cancel this) or refused a damaged transfer: the slot is still whole, send again.
-                self._say(m.Note("push-failed", f"rank {worker.rank}, generation {generation}: {failure}"))
+                if not self._replicas.frozen:
+                    self._say(m.Note("push-failed", f"rank {worker.rank}, generation {generation}: {failure}"))
                 await asyncio.sleep(_PUSH_RETRY_S)
         known = self._replicated.setdefault(worker.rank, set())
         known.difference_update([entry for entry in known if entry[0] < generation - 1])

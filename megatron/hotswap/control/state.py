@@ -134,6 +134,7 @@ class Control:
         self.finished: set[int] = set()
         self.deadline_s: float | None = None
         self.spare_deadline_s: float | None = None
+        self.last_tick_s: float | None = None
 
     # ---- the caller's two entries
 
@@ -157,7 +158,10 @@ class Control:
         if self.phase is Phase.ENDED:
             return []
         out: list[Decision] = []
-        silent = [a for a in self.agents.values() if now - a.last_heard_s > self.config.lease_s]
+        self._forgive_own_pause(now)
+        # Until there are ranks to lose, only a closed connection counts: a machine that starts many workers may be slow to speak.
+        started = self.phase is not Phase.GATHERING
+        silent = [a for a in self.agents.values() if started and now - a.last_heard_s > self.config.lease_s]
         if silent:
             evidence = {a.incarnation: f"silent for {now - a.last_heard_s:.2f} s, lease {self.config.lease_s} s" for a in silent}
             out += self._lose(evidence, now)
@@ -174,6 +178,14 @@ class Control:
             assert self.recovery is not None
             out += self._give_up_silent_ranks("did not restore its state", set(self.recovery.restored), now)
         return out
+
+    def _forgive_own_pause(self, now: float) -> None:
+        """Time in which the coordinator itself stood still says nothing about the agents: their messages wait unread."""
+        pause = now - self.last_tick_s if self.last_tick_s is not None else 0.0
+        self.last_tick_s = now
+        if pause > self.config.heartbeat_interval_s:
+            for agent in self.agents.values():
+                agent.last_heard_s += pause
 
     # ---- joining and starting
 

@@ -15,8 +15,8 @@ from .. import config as hotswap_config
 from ..errors import UsageError
 
 
-def join_parser(await_rank: Callable[[], bool]) -> None:
-    """Patch the parser. `await_rank` puts the rank into the environment and says whether this is a spare's start."""
+def join_parser(await_rank: Callable[[], None]) -> None:
+    """Patch the parser. `await_rank` puts the rank into the environment."""
     from megatron.training import arguments
 
     original = arguments.parse_args
@@ -26,11 +26,9 @@ def join_parser(await_rank: Callable[[], bool]) -> None:
             parser = hotswap_config.add_arguments(parser)
             return extra_args_provider(parser) if extra_args_provider is not None else parser
 
-        spare = await_rank()
+        await_rank()
         args = original(provider, ignore_unknown_args)
         require_covered(args)
-        if spare:
-            args.fake_process_group = True
         return args
 
     arguments.parse_args = parse_args

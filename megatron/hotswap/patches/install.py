@@ -62,18 +62,22 @@ class HotSwap:
 
     # ---- in the order of the calls
 
-    def _await_rank(self) -> bool:
+    def _await_rank(self) -> None:
         if self._given is None:
             self._given = given = self._session.await_rank(self._recovery.serve_store())
             environment.say_rank(given.rank, given.world_size, given.local_rank, given.local_world_size)
             self._groups.fake = given.fake
-        return self._spare
 
     def _pretrain(self, original: Any) -> Any:
         def pretrain(*args: Any, **kwargs: Any) -> None:
+            from megatron.training import get_args
+
             assert self._given is not None
             self._aborter.building_groups()
-            if not self._spare and kwargs.get("store") is None:
+            if self._spare:
+                # Only now: validate_args would take it for a dry run, and switch off NaN checks and gloo groups.
+                get_args().fake_process_group = True
+            elif kwargs.get("store") is None:
                 kwargs["store"] = connect_store(self._given.store, self._given.version, self._timeout)
             original(*args, **kwargs)
 

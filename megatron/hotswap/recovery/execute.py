@@ -135,10 +135,10 @@ class Recovery:
 
         `known`: the plan that a spare already has.
         """
-        self._aborter.thread_is_out()
         order: m.Halt | local.Plan = known or self._await_order()
         while True:
             try:
+                self._aborter.thread_is_out()
                 if isinstance(order, m.Halt):
                     self._report(order, position)
                     order = self._await_order()
@@ -146,7 +146,6 @@ class Recovery:
                 self._carry_out(order, position)
                 return order
             except (RuntimeError, SnapshotMismatch) as failure:
-                self._aborter.thread_is_out()
                 if not self._session.halted and not isinstance(failure, Halted):
                     self._session.say(m.Note("recovery-failed", f"rank {self._session.rank}: {failure}"))
                 position.dirty = True

@@ -97,11 +97,31 @@ def rebind(replacement: dict[int, Any], old: list[Any]) -> int:
     """
     ours = {id(replacement), id(old)}
     count = 0
-    for holder in gc.get_referrers(*old):
+    for holder in [*gc.get_referrers(*old), *_unseen_dicts(replacement)]:
         if id(holder) in ours or isinstance(holder, types.FrameType):
             continue
         count += _replace(holder, replacement, ours)
     return count
+
+
+def _unseen_dicts(new: dict[int, Any]) -> list[dict[Any, Any]]:
+    """Attribute dictionaries that hold groups and that the garbage collector does not list as referrers.
+
+    CPython does not track a dictionary whose values cannot be part of a cycle, and a process group is such a value: the
+    attributes of megatron.core's ProcessGroupCollection are all groups. They are found through the objects they belong to.
+    """
+    has_dict: dict[type, bool] = {}
+    found = []
+    for owner in gc.get_objects():
+        kind = type(owner)
+        if kind not in has_dict:
+            plain = issubclass(kind, type | types.FunctionType | types.ModuleType | functools.partial)
+            has_dict[kind] = not plain and getattr(kind, "__dictoffset__", 0) != 0
+        if has_dict[kind]:
+            for attributes in gc.get_referents(owner):
+                if type(attributes) is dict and not gc.is_tracked(attributes) and any(id(v) in new for v in attributes.values()):
+                    found.append(attributes)
+    return found
 
 
 def _replace(holder: Any, new: dict[int, Any], ours: set[int]) -> int:

@@ -56,6 +56,7 @@ class Aborter:
         self._group_sockets: set[tuple[int, str]] | None = None  # None while groups are being built: then all but foreign ones
         self._out = threading.Event()
         self._out.set()
+        self._thread: threading.Thread | None = None
         session.abort = self.begin
 
     def building_groups(self) -> None:
@@ -72,11 +73,15 @@ class Aborter:
         if version < self._session.version:
             return
         self._out.clear()
-        threading.Thread(target=self._shut, name="deadpool-abort", daemon=True).start()
+        self._thread = threading.Thread(target=self._shut, name="deadpool-abort", daemon=True)
+        self._thread.start()
 
     def thread_is_out(self) -> None:
-        """Training thread: I am out of the collective."""
+        """Training thread: I am out of the collective. Nothing is shut down any more once this returns."""
         self._out.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _shut(self) -> None:
         abort_device_groups()
@@ -131,11 +136,13 @@ class _Work:
             try:
                 return self._real.wait(_WAIT_SLICE)
             except RuntimeError:
-                # A slice that ran out and a collective that failed raise alike: the first leaves the work unfinished.
+                # A slice that ran out and a collective that failed raise alike: asked again, a work that has ended says which.
+                if _is_done(self._real):
+                    return self._real.wait()
                 if session.halted:
                     _GUARD.graveyard.bury(self._group, self._real)
                     raise Halted(f"membership {session.version} is over") from None
-                if _is_done(self._real) or (deadline is not None and time.monotonic() > deadline):
+                if deadline is not None and time.monotonic() > deadline:
                     raise
 
     def __getattr__(self, name: str) -> Any:

@@ -79,8 +79,8 @@ class Session:
             if self.building:
                 self.report_building(message.version)
             else:
+                self.abort(message.version)  # before the order is there to be read: who has read it is out, and ends the abort
                 self.orders.put(message)
-                self.abort(message.version)
         elif isinstance(message, local.Plan):
             self.orders.put(message)
         elif isinstance(message, local.Given):
