@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ CHUNKS_PER_WORKER = 2
 # Bad lines shown one by one with --skip-bad; the rest is only counted.
 BAD_LINES_SHOWN = 5
 
-_DTYPES = {"uint16": np.uint16, "int32": np.int32}
+_DTYPES: dict[str, type[np.integer]] = {"uint16": np.uint16, "int32": np.int32}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Encoder:
         ids = np.array(self.tokenizer.tokenize(text), dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self.tokenizer.vocab_size):
             raise ValueError(f"ids {ids.min()}..{ids.max()} are not all in 0..{self.tokenizer.vocab_size - 1}")
-        if ids.size and self.append_eod:
+        if ids.size and self.append_eod and self.tokenizer.eod is not None:
             ids = np.append(ids, self.tokenizer.eod)
         return ids.astype(self.dtype)
 
@@ -114,7 +114,7 @@ class KeyTokens:
         empty: documents left out because they have no tokens.
     """
 
-    ids: np.ndarray | None = None
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     lengths: list[int] = field(default_factory=list)
     empty: int = 0
 
@@ -176,7 +176,7 @@ def choose_dtype(name: str, vocab_size: int) -> type[np.integer]:
     with quiet_imports():
         from megatron.core.datasets.indexed_dataset import DType
 
-    dtype = DType.optimal_dtype(vocab_size) if name == "auto" else _DTYPES[name]
+    dtype: type[np.integer] = DType.optimal_dtype(vocab_size) if name == "auto" else _DTYPES[name]
     largest = np.iinfo(dtype).max
     if vocab_size - 1 > largest:
         raise UserError(
@@ -202,7 +202,7 @@ def output_paths(prefix: str, keys: Iterable[str]) -> list[Path]:
     return [Path(f"{stem}.{kind}") for stem in stems for kind in ("bin", "idx")]
 
 
-def encode_in_order(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Iterator[EncodedChunk]:
+def encode_in_order(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Generator[EncodedChunk, None, None]:
     """`encoder.encode_chunk` over forked processes: results in the order of the chunks, a bounded number in memory.
 
     Raises:
@@ -257,7 +257,7 @@ def encode_in_worker(chunk: Chunk) -> EncodedChunk:
     return _worker_encoder.encode_chunk(chunk)
 
 
-def encoded(args: argparse.Namespace, encoder: Encoder, inputs: list[str]) -> Iterator[EncodedChunk]:
+def encoded(args: argparse.Namespace, encoder: Encoder, inputs: list[str]) -> Generator[EncodedChunk, None, None]:
     """The input's chunks, encoded, in order. Close it to end the workers."""
     chunks = read_chunks(inputs, args.input_format)
     if args.workers > 1:
