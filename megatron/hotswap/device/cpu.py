@@ -247,6 +247,7 @@ def install() -> None:
     _use_cpu_generator_in_tracker(torch)
     _mark_torch_norms()
     _give_split_sizes_to_all_to_all(torch)
+    _gather_unequal_parts(torch)
     _keep_adam_steps_apart(torch)
     _copy_what_async_save_writes()
     _skip_warm_up()
@@ -475,6 +476,35 @@ def _give_split_sizes_to_all_to_all(torch: Any) -> None:
     moe_utils.maybe_move_tensor_to_cpu = to_host
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
     moe_utils.te_general_gemm = None  # Transformer Engine's gemm in the router; torch's is used where there is none
+
+
+def _gather_unequal_parts(torch: Any) -> None:
+    """The all-to-all dispatcher gathers, and in backward reduce-scatters, parts of unequal length where experts are
+    split over tensor parallel ranks. gloo has both for equal parts only: gather padded parts; sum everything and keep
+    a part."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather = mappings._gather_along_first_dim
+    scatter = mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None:
+            return gather(input_, group, use_global_buffer=use_global_buffer)
+        longest = max(output_split_sizes)
+        padded = input_.new_zeros(longest, *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = gather(padded, group).split(longest) if longest else [padded] * len(output_split_sizes)
+        return torch.cat([part[:length] for part, length in zip(parts, output_split_sizes, strict=True)])
+
+    def scatter_parts(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None:
+            return scatter(input_, group, use_global_buffer=use_global_buffer)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = scatter_parts
 
 
 def _keep_adam_steps_apart(torch: Any) -> None:
