@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .messages import Join, Member
+from .config import ControlConfig
+from .messages import PROTOCOL, Join, Member
 
 
 @dataclass
@@ -52,3 +53,27 @@ def in_order(agents: Iterable[Agent]) -> list[Agent]:
         return parts, agent.incarnation
 
     return sorted(agents, key=key)
+
+
+def one_per_node(agents: Iterable[Agent]) -> list[Agent]:
+    """In order, and of each node only one: a node that came back may be here twice until its former life is given up."""
+    by_node: dict[str, Agent] = {}
+    for agent in in_order(agents):
+        by_node.setdefault(agent.node, agent)
+    return list(by_node.values())
+
+
+def refusal_of(event: Join, config: ControlConfig) -> str:
+    """Why an agent may not join, in words; empty if it may."""
+    if event.protocol != PROTOCOL:
+        return f"protocol {PROTOCOL} is spoken here, node {event.node} speaks {event.protocol}; install the same version"
+    if event.token != config.token:
+        return f"node {event.node} does not have this job's token"
+    if event.run_id != config.run_id:
+        return f"this is run {config.run_id!r}, node {event.node} belongs to run {event.run_id!r}"
+    if event.workers != config.ranks_per_node:
+        return (
+            f"every node of this job has {config.ranks_per_node} workers, node {event.node} has {event.workers}; "
+            "start it with the same --ranks-per-node"
+        )
+    return ""

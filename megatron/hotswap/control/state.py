@@ -4,110 +4,29 @@
                                 ^           |
                                 '-----------'   a failure during a recovery starts it over with what is left
 
-Transitions are the table at the end of the file; an event that has no entry there for the present phase is logged and dropped
-when it comes from a network peer (late and repeated messages are normal), and is a bug of ours otherwise.
+Changes of phase are the table in phases.py, events the table at the end of this file. An event that has no entry there for the
+present phase is logged and dropped: late and repeated messages are normal. A change of phase that has none is a bug of ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
-from ..errors import UsageError
 from ..recovery import plan
 from ..replication import placement
-from ..topology.grid import Grid
 from . import messages as m
-from .membership import Agent, in_order
+from .config import ControlConfig as ControlConfig
+from .decisions import Decision as Decision
+from .decisions import Log as Log
+from .decisions import Send as Send
+from .membership import Agent, one_per_node, refusal_of
+from .phases import Phase as Phase
+from .phases import require_change
+from .timeline import Recovery
 
-
-class Phase(Enum):
-    """Where the job is."""
-
-    GATHERING = "gathering"
-    TRAINING = "training"
-    HALTING = "halting"
-    RESUMING = "resuming"
-    ENDED = "ended"
-
-
-@dataclass(frozen=True)
-class ControlConfig:
-    """The job's shape and its deadlines. The relations between the deadlines are checked here, once."""
-
-    run_id: str
-    token: str
-    grid: Grid
-    nodes: int
-    spares: int
-    lease_s: float = 3.0
-    heartbeat_interval_s: float = 0.5
-    halt_timeout_s: float = 30.0  # from the halt order to a survivor's report; then its node is given up
-    resume_timeout_s: float = 120.0  # from the plan to the last rank's "restored"; then the silent nodes are given up
-    wait_for_spare_s: float = 60.0
-    settle_s: float = 30.0  # at start: how long spares are waited for once enough nodes are there
-
-    def __post_init__(self) -> None:
-        if self.lease_s < 3 * self.heartbeat_interval_s:
-            raise UsageError(
-                f"a lease must outlast three heartbeats, or one late message ends a healthy node: --hot-swap-lease-s is "
-                f"{self.lease_s}, --hot-swap-heartbeat-interval-s is {self.heartbeat_interval_s}; raise the first"
-            )
-        if self.halt_timeout_s <= self.lease_s:
-            raise UsageError(
-                f"--hot-swap-halt-timeout-s ({self.halt_timeout_s}) must be longer than --hot-swap-lease-s ({self.lease_s}): a "
-                "second node may fall silent during a recovery, and must be noticed first"
-            )
-        if self.nodes < 1 or self.grid.world_size % self.nodes:
-            raise UsageError(
-                f"every node holds the same number of ranks: {self.grid.world_size} ranks on {self.nodes} nodes do not divide; "
-                "change --nodes or --ranks-per-node"
-            )
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Workers of each node."""
-        return self.grid.world_size // self.nodes
-
-
-@dataclass(frozen=True)
-class Send:
-    """Decision: put a message on an agent's connection."""
-
-    incarnation: str
-    message: m.FromCoordinator
-
-
-@dataclass(frozen=True)
-class Log:
-    """Decision: a line for events.jsonl, with the reason and the evidence."""
-
-    kind: str
-    reason: str
-    data: dict[str, Any] = field(default_factory=dict)
-
-
-Decision = Send | Log
-
-
-@dataclass
-class Recovery:
-    """One recovery in progress, and its time line (seconds of the caller's clock)."""
-
-    detected_s: float
-    last_heard_s: float  # when the lost node was last known to live
-    lost_nodes: list[str]
-    evidence: list[str]
-    halt_sent_s: float
-    halted_s: float | None = None
-    planned_s: float | None = None
-    restored: dict[int, m.Restored] = field(default_factory=dict)
-    restored_s: float | None = None
-    first_step: set[int] = field(default_factory=set)
-    generation: int | None = None
-    attempts: int = 1
+#: Recoveries of one failure that may end by the deadline of resuming before the job does: a fault that comes again is no accident.
+RESUME_TIMEOUTS_MAX = 2
 
 
 class Control:
@@ -130,6 +49,7 @@ class Control:
         self.said_waiting = ""
         self.halt_reports: dict[int, m.HaltReport] = {}
         self.replica_reports: dict[str, m.ReplicaReport] = {}
+        self.halted: set[str] = set()  # agents that were told of the halt, so that their report of replicas must come
         self.errors: dict[int, tuple[float, m.WorkerError]] = {}
         self.finished: set[int] = set()
         self.deadline_s: float | None = None
@@ -142,6 +62,8 @@ class Control:
         """Take one event of the agent `incarnation` at time `now`."""
         agent = self.agents.get(incarnation)
         if agent is not None:
+            if isinstance(event, m.Join):
+                return [Log("ignored", f"{incarnation} has joined already", {"agent": incarnation})]
             if not isinstance(event, m.AgentLost):
                 agent.last_heard_s = now
         elif incarnation in self.fenced and not isinstance(event, m.AgentLost):
@@ -165,19 +87,23 @@ class Control:
         if silent:
             evidence = {a.incarnation: f"silent for {now - a.last_heard_s:.2f} s, lease {self.config.lease_s} s" for a in silent}
             out += self._lose(evidence, now)
+        overdue = self.deadline_s is not None and now > self.deadline_s
         if self.phase is Phase.GATHERING:
             out += self._try_start(now)
-        elif self.phase is Phase.TRAINING:
-            out += self._judge_errors(now)
         elif self.phase is Phase.HALTING:
-            if self.deadline_s is not None and now > self.deadline_s:
-                out += self._give_up_silent_ranks("did not report its halt", set(self.halt_reports), now)
+            if overdue:
+                out += self._give_up_silent_ranks(now)
             if self.phase is Phase.HALTING:
                 out += self._try_plan(now)
-        elif self.phase is Phase.RESUMING and self.deadline_s is not None and now > self.deadline_s:
-            assert self.recovery is not None
-            out += self._give_up_silent_ranks("did not restore its state", set(self.recovery.restored), now)
+        elif self.phase is Phase.RESUMING and overdue:
+            out += self._resume_overdue(now)
+        elif self.phase in (Phase.TRAINING, Phase.RESUMING):
+            out += self._judge_errors(now)
         return out
+
+    def _enter(self, phase: Phase) -> None:
+        require_change(self.phase, phase)
+        self.phase = phase
 
     def _forgive_own_pause(self, now: float) -> None:
         """Time in which the coordinator itself stood still says nothing about the agents: their messages wait unread."""
@@ -185,12 +111,15 @@ class Control:
         self.last_tick_s = now
         if pause > self.config.heartbeat_interval_s:
             for agent in self.agents.values():
-                agent.last_heard_s += pause
+                agent.last_heard_s = min(now, agent.last_heard_s + pause)
 
     # ---- joining and starting
 
+    def _too_late(self, incarnation: str, event: m.Join, now: float) -> list[Decision]:
+        return [Send(incarnation, m.Refused(f"the job is over: {self.exit_reason}"))]
+
     def _join(self, incarnation: str, event: m.Join, now: float) -> list[Decision]:
-        refusal = self._refusal(event)
+        refusal = refusal_of(event, self.config)
         if refusal:
             return [Send(incarnation, m.Refused(refusal)), Log("refused", refusal, {"node": event.node})]
         agent = Agent(event, now, ranks=[None] * event.workers)
@@ -198,22 +127,10 @@ class Control:
         welcome = m.Welcome(self.config.lease_s, self.config.heartbeat_interval_s)
         return [Send(incarnation, welcome), Log("joined", f"node {event.node} joined with {event.workers} workers", {"node": event.node})]
 
-    def _refusal(self, event: m.Join) -> str:
-        if event.protocol != m.PROTOCOL:
-            return f"protocol {m.PROTOCOL} is spoken here, node {event.node} speaks {event.protocol}; install the same version"
-        if event.token != self.config.token:
-            return f"node {event.node} does not have this job's token"
-        if event.run_id != self.config.run_id:
-            return f"this is run {self.config.run_id!r}, node {event.node} belongs to run {event.run_id!r}"
-        if event.workers != self.config.ranks_per_node:
-            return (
-                f"every node of this job has {self.config.ranks_per_node} workers, node {event.node} has {event.workers}; "
-                "start it with the same --ranks-per-node"
-            )
-        return ""
-
     def _ready(self, incarnation: str, event: m.WorkerReady, now: float) -> list[Decision]:
         agent = self.agents[incarnation]
+        if not 0 <= event.worker < agent.join.workers:
+            return [Log("ignored", f"node {agent.node} has {agent.join.workers} workers, there is no worker {event.worker}")]
         agent.ready.add(event.worker)
         agent.stores[event.worker] = event.store
         if self.phase is Phase.GATHERING:
@@ -223,7 +140,7 @@ class Control:
         return [Log("spare", f"node {agent.node} is a warm spare", {"node": agent.node})] if agent.warm and agent.spare else []
 
     def _try_start(self, now: float) -> list[Decision]:
-        warm = in_order(a for a in self.agents.values() if a.warm)
+        warm = one_per_node(a for a in self.agents.values() if a.warm)
         if len(warm) < self.config.nodes:
             said = f"{len(warm)} of {self.config.nodes} nodes are ready"
             if said == self.said_waiting:
@@ -242,7 +159,7 @@ class Control:
         holders = placement.place(self.config.grid, [member.node for member in members])
         self.version = 1
         self.membership = m.Membership(1, tuple(members), holders)
-        self.phase = Phase.TRAINING
+        self._enter(Phase.TRAINING)
         start = m.Start(self.membership, active[0].stores.pop(0))
         nodes, spares = [a.node for a in active], [a.node for a in warm[self.config.nodes :]]
         return [
@@ -259,7 +176,7 @@ class Control:
         assert self.membership is not None
         if len(self.acknowledged) < len(self.membership.members):
             return []
-        committed = min(self.acknowledged.values())
+        committed = min(self.acknowledged.values())  # of each rank's newest: every rank's holder has this one
         if committed <= self.committed:
             return []
         self.committed = committed
@@ -290,19 +207,36 @@ class Control:
         return self._lose({incarnation: event.evidence}, now) if incarnation in self.agents else []
 
     def _finished(self, incarnation: str, event: m.Finished, now: float) -> list[Decision]:
+        node = self.agents[incarnation].node
+        who = f"rank {event.rank}" if event.rank is not None else f"worker {event.worker}"
+        if event.code != 0 and self.phase is not Phase.GATHERING and self._has_no_state(incarnation):
+            return self._lose({incarnation: f"{who} could not begin: {event.text}"}, now)
         if event.code != 0:
-            who = f"rank {event.rank}" if event.rank is not None else f"worker {event.worker}"
-            return self._end(event.code, f"{who} on node {self.agents[incarnation].node} ended: {event.text}")
-        if event.rank is not None:
+            return self._end(event.code, f"{who} on node {node} ended: {event.text}")
+        if event.rank is not None and event.rank in self.agents[incarnation].ranks:
             self.finished.add(event.rank)
+        if self.phase is Phase.HALTING and self.finished:  # it was through before the halt reached it, so all have trained to the end
+            return self._end(0, "training is done; " + ", ".join(self.recovery.evidence if self.recovery else []))
         if len(self.finished) == self.config.grid.world_size:
             return self._end(0, "training is done")
         return []
 
+    def _has_no_state(self, incarnation: str) -> bool:
+        """Whether an agent is a spare, or one that has been given ranks in this recovery and has not restored them yet."""
+        ranks = {r for r in self.agents[incarnation].ranks if r is not None}
+        if self.recovery is None:
+            return not ranks
+        had = {r for r, report in self.halt_reports.items() if report.done is not None} | self.recovery.restored.keys()
+        return self.phase is not Phase.TRAINING and not ranks & had
+
     def _inject(self, incarnation: str, event: m.Inject, now: float) -> list[Decision]:
         on_node = [a for a in self.agents.values() if a.node == event.injection.node]
         if not on_node:
-            return [Log("inject-refused", f"there is no node {event.injection.node!r}; nodes: {sorted(a.node for a in self.agents.values())}")]
+            nodes = sorted(a.node for a in self.agents.values())
+            return [Log("inject-refused", f"there is no node {event.injection.node!r}; nodes: {nodes}")]
+        if not 0 <= event.injection.worker < self.config.ranks_per_node:
+            reason = f"there is no worker {event.injection.worker}; each node has workers 0 to {self.config.ranks_per_node - 1}"
+            return [Log("inject-refused", reason)]
         text = f"{event.injection.action} {event.injection.scope} on {event.injection.node}"
         if event.injection.at_step is not None:
             text += f" in step {event.injection.at_step}, phase {event.injection.phase or 'forward'}"
@@ -345,7 +279,7 @@ class Control:
         assert self.membership is not None
         over = self.version
         self.version += 1
-        self.phase = Phase.HALTING
+        self._enter(Phase.HALTING)
         self.deadline_s = now + self.config.halt_timeout_s
         self.halt_reports.clear()
         self.replica_reports.clear()
@@ -359,9 +293,10 @@ class Control:
             self.recovery.first_step.clear()
         self.recovery.lost_nodes += lost
         self.recovery.evidence += evidence
-        what = f"lost {lost}" if lost else "a collective failed with every node alive"
+        what = f"lost {lost}" if lost else f"every node lives, but {evidence[0]}"
         reason = f"{what}: membership {over} is over"
         halt = m.Halt(over, reason)
+        self.halted = set(self.agents)
         rung = "swap" if self._vacant() else "reset"
         log = Log("recovery", reason, {"rung": rung, "evidence": evidence, "version": over, "lost": lost})
         return [*(Send(i, halt) for i in self.agents), log, *self._assign_spares(now)]
@@ -378,7 +313,9 @@ class Control:
         vacant = self._vacant()
         per_node = self.config.ranks_per_node
         members = list(self.membership.members)
-        spares = [a for a in in_order(self.agents.values()) if a.warm and a.spare]
+        # A node that came back before its former life was given up must not hold its own replicas: it waits for that verdict.
+        taken = {x.node for x in members if x.incarnation in self.agents}
+        spares = one_per_node(a for a in self.agents.values() if a.warm and a.spare and a.node not in taken)
         for ranks in (vacant[i : i + per_node] for i in range(0, len(vacant), per_node)):
             if not spares:
                 self.spare_deadline_s = self.spare_deadline_s or now + self.config.wait_for_spare_s
@@ -388,6 +325,7 @@ class Control:
             for worker, rank in enumerate(ranks):
                 spare.ranks[worker] = rank
                 members[rank] = spare.member(worker)
+            self.deadline_s = max(self.deadline_s or now, now + self.config.halt_timeout_s)  # it may have joined long after the halt
             out.append(Send(spare.incarnation, m.Assign(self.version, tuple(ranks), len(members))))
             out.append(Log("assign", f"spare {spare.node} takes ranks {ranks}", {"node": spare.node, "ranks": ranks}))
         self.membership = m.Membership(self.version, tuple(members), self.membership.holders)
@@ -409,14 +347,29 @@ class Control:
         self.replica_reports[incarnation] = event
         return self._try_plan(now)
 
-    def _give_up_silent_ranks(self, what: str, reported: set[int], now: float) -> list[Decision]:
+    def _give_up_silent_ranks(self, now: float) -> list[Decision]:
+        """A halt that does not get through within its time: the nodes of the ranks (or agents) that are silent are given up."""
         assert self.membership is not None
-        silent = {
-            x.incarnation: f"rank {r} {what} in time"
-            for r, x in enumerate(self.membership.members)
-            if r not in reported and x.incarnation in self.agents
-        }
+        silent = dict.fromkeys(self._unreported(), "its agent did not report its replicas in time")
+        for rank, member in enumerate(self.membership.members):
+            if rank not in self.halt_reports and member.incarnation in self.agents:
+                silent[member.incarnation] = f"rank {rank} did not report its halt in time"
         return self._lose(silent, now) if silent else []
+
+    def _unreported(self) -> list[str]:
+        """Members that were told of the halt and have not said yet what replicas they hold. Who joined later holds none."""
+        return [i for i in self._member_agents() if i in self.halted and i not in self.replica_reports]
+
+    def _resume_overdue(self, now: float) -> list[Decision]:
+        """Some ranks did not restore in time. That does not say whose fault it is, since they wait for each other: halt them again;
+        who is stuck does not report and is given up, and all others still hold their snapshots."""
+        assert self.recovery is not None and self.membership is not None
+        missing = sorted(set(range(len(self.membership.members))) - self.recovery.restored.keys())
+        what = f"rank(s) {missing} did not restore generation {self.recovery.generation} in {self.config.resume_timeout_s} s"
+        if self.recovery.timeouts >= RESUME_TIMEOUTS_MAX:
+            return self._end(1, f"{what}, {RESUME_TIMEOUTS_MAX + 1} times in a row; evidence: {'; '.join(self.recovery.evidence)}")
+        self.recovery.timeouts += 1
+        return self._begin_recovery([], [what], now, now)
 
     def _try_plan(self, now: float) -> list[Decision]:
         assert self.membership is not None and self.recovery is not None
@@ -429,7 +382,7 @@ class Control:
             return []
         if not self.recovery.halted_s:
             self.recovery.halted_s = now
-        if any(i not in self.replica_reports for i in self._member_agents()):
+        if self._unreported():
             return []
         holdings = [
             plan.Holdings(r.done, r.between_steps, frozenset(r.own)) for _, r in sorted(self.halt_reports.items())
@@ -449,70 +402,58 @@ class Control:
         members = self.membership.members
         holders = placement.place(self.config.grid, [x.node for x in members])
         self.membership = m.Membership(self.version, members, holders)
-        # The store is served by a survivor: a rank that had a state when it was halted.
-        host = min(r for r, report in self.halt_reports.items() if report.done is not None)
         sources = {rank: self.agents[incarnation].join.h2h for rank, incarnation in choice.fetch.items()}
-        self.phase = Phase.RESUMING
+        self._enter(Phase.RESUMING)
         self.deadline_s = now + self.config.resume_timeout_s
         self.recovery.planned_s = now
         self.recovery.generation = choice.generation
         self.acknowledged.clear()
-        self.committed = min(self.committed, choice.generation)
-        resume = m.Resume(self.membership, choice.generation, self.halt_reports[host].store, sources, choice.redo_sections)
+        self.committed = min(self.committed, choice.generation - 1)  # until the new holders have acknowledged it
+        resume = m.Resume(self.membership, choice.generation, self._store(), sources, choice.redo_sections)
         data = {"version": self.version, "generation": choice.generation, "fetch": sorted(sources), "holders": holders}
         return [*(Send(i, resume) for i in self._member_agents()), Log("plan", choice.reason, data)]
 
+    def _store(self) -> str:
+        """An unused rendezvous store: that of a rank which had a state when it was halted, else one that a spare served when warm."""
+        assert self.membership is not None
+        survivors = [r for r, report in sorted(self.halt_reports.items()) if report.done is not None]
+        if survivors:
+            return self.halt_reports[survivors[0]].store
+        first = self.membership.members[0]
+        return self.agents[first.incarnation].stores[first.worker]
+
     def _restored(self, incarnation: str, event: m.Restored, now: float) -> list[Decision]:
         if event.version != self.version or self.membership is None or self.recovery is None:
+            return []
+        if event.rank not in self.agents[incarnation].ranks:
             return []
         self.recovery.restored[event.rank] = event
         if len(self.recovery.restored) < len(self.membership.members):
             return []
         self.recovery.restored_s = now
-        self.phase = Phase.TRAINING
+        self._enter(Phase.TRAINING)
         self.deadline_s = None
-        return [Log("resumed", f"membership {self.version} trains on from generation {self.recovery.generation}", {"version": self.version})]
+        reason = f"membership {self.version} trains on from generation {self.recovery.generation}"
+        return [Log("resumed", reason, {"version": self.version})]
 
     def _first_step(self, incarnation: str, event: m.FirstStep, now: float) -> list[Decision]:
         if event.version != self.version or self.recovery is None or self.membership is None:
+            return []
+        if event.rank not in self.agents[incarnation].ranks:
             return []
         self.recovery.first_step.add(event.rank)
         if self.phase is not Phase.TRAINING or len(self.recovery.first_step) < len(self.membership.members):
             return []
         done, self.recovery = self.recovery, None
         self.recoveries.append(done)
-        return [Log("recovered", f"{'swap' if done.lost_nodes else 'reset'} complete", {"recovery": self._time_line(done, now)})]
-
-    def _time_line(self, r: Recovery, now: float) -> dict[str, Any]:
-        restored = list(r.restored.values())
-        rebuild = max((x.rebuild_s for x in restored), default=0.0)
-        restore = max((x.restore_s for x in restored), default=0.0)
-        halted, planned, end = (r.halted_s or now), (r.planned_s or now), (r.restored_s or now)
-        return {
-            "kind": "swap" if r.lost_nodes else "reset",
-            "nodes_lost": r.lost_nodes,
-            "evidence": r.evidence,
-            "generation": r.generation,
-            "attempts": r.attempts,
-            "version": self.version,
-            "last_heard_s": r.last_heard_s,
-            "detected_s": r.detected_s,
-            "halt_s": halted - r.detected_s,
-            "plan_s": planned - halted,
-            "rebuild_s": rebuild,
-            "restore_s": max(restore, end - planned - rebuild),
-            "first_step_s": now - end,
-            "ended_s": now,
-            "steps_rerun": max((x.steps_rerun for x in restored), default=0),
-            "bytes_restored": sum(x.bytes_restored for x in restored),
-        }
+        return [Log("recovered", f"{'swap' if done.lost_nodes else 'reset'} complete", {"recovery": done.time_line(self.version, now)})]
 
     def _member_agents(self) -> list[str]:
         assert self.membership is not None
         return [i for i in dict.fromkeys(x.incarnation for x in self.membership.members) if i in self.agents]
 
     def _end(self, code: int, reason: str) -> list[Decision]:
-        self.phase = Phase.ENDED
+        self._enter(Phase.ENDED)
         self.exit_code, self.exit_reason = code, reason
         return [Log("end", reason, {"code": code}), *(Send(i, m.Stop(code, reason)) for i in self.agents)]
 
@@ -523,6 +464,7 @@ _STARTED = _LIVE[1:]
 #: (phase, event) -> what is done. docs/architecture.md shows it as a diagram.
 _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.Join): Control._join for p in _LIVE},
+    (Phase.ENDED, m.Join): Control._too_late,
     **{(p, m.WorkerReady): Control._ready for p in _LIVE},
     **{(p, m.Heartbeat): Control._heartbeat for p in Phase},
     **{(p, m.AgentLost): Control._agent_lost for p in _LIVE},
@@ -533,7 +475,7 @@ _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.StepDone): Control._step_done for p in Phase},
     **{(p, m.Acknowledged): Control._acknowledged for p in (Phase.TRAINING, Phase.RESUMING)},
     **{(p, m.FirstStep): Control._first_step for p in (Phase.TRAINING, Phase.RESUMING)},
-    (Phase.TRAINING, m.WorkerError): Control._worker_error,
+    **{(p, m.WorkerError): Control._worker_error for p in (Phase.TRAINING, Phase.RESUMING)},
     (Phase.HALTING, m.HaltReport): Control._halt_report,
     (Phase.HALTING, m.ReplicaReport): Control._replica_report,
     (Phase.RESUMING, m.Restored): Control._restored,

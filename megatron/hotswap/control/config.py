@@ -1,0 +1,52 @@
+"""The job's shape and its deadlines, as the core needs them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..topology.grid import Grid
+
+
+@dataclass(frozen=True)
+class ControlConfig:
+    """The job's shape and its deadlines. The relations between the deadlines are checked here, once."""
+
+    run_id: str
+    token: str
+    grid: Grid
+    nodes: int
+    spares: int
+    lease_s: float = 3.0
+    heartbeat_interval_s: float = 0.5
+    halt_timeout_s: float = 30.0  # from the halt order to a survivor's report; then its node is given up
+    resume_timeout_s: float = 120.0  # from the plan to the last rank's "restored"; then the silent nodes are given up
+    wait_for_spare_s: float = 60.0
+    settle_s: float = 30.0  # at start: how long spares are waited for once enough nodes are there
+
+    def __post_init__(self) -> None:
+        if self.lease_s < 3 * self.heartbeat_interval_s:
+            raise UsageError(
+                f"a lease must outlast three heartbeats, or one late message ends a healthy node: --hot-swap-lease-s is "
+                f"{self.lease_s}, --hot-swap-heartbeat-interval-s is {self.heartbeat_interval_s}; raise the first"
+            )
+        if self.halt_timeout_s <= self.lease_s:
+            raise UsageError(
+                f"--hot-swap-halt-timeout-s ({self.halt_timeout_s}) must be longer than --hot-swap-lease-s ({self.lease_s}): a "
+                "second node may fall silent during a recovery, and must be noticed first"
+            )
+        if self.nodes == 1:
+            raise UsageError(
+                "replicas need at least two nodes, since a rank and its holder must not fail together: --nodes is 1; start the job "
+                "on two nodes or more, or train without --hot-swap"
+            )
+        if self.nodes < 1 or self.grid.world_size % self.nodes:
+            raise UsageError(
+                f"every node holds the same number of ranks: {self.grid.world_size} ranks on {self.nodes} nodes do not divide; "
+                "change --nodes or --ranks-per-node"
+            )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Workers of each node."""
+        return self.grid.world_size // self.nodes

@@ -1,0 +1,43 @@
+"""The phases of a job and the changes between them, as one table; docs/architecture.md shows it as a diagram. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Phase(Enum):
+    """Where the job is."""
+
+    GATHERING = "gathering"
+    TRAINING = "training"
+    HALTING = "halting"
+    RESUMING = "resuming"
+    ENDED = "ended"
+
+
+#: (from, to) -> what brings it about. Any other change is a bug of ours.
+CHANGES = {
+    (Phase.GATHERING, Phase.TRAINING): "enough nodes are warm",
+    (Phase.TRAINING, Phase.HALTING): "a node is lost, or a collective failed",
+    (Phase.HALTING, Phase.HALTING): "another node is lost: begin again with what is left",
+    (Phase.HALTING, Phase.RESUMING): "every rank has reported: the plan is made",
+    (Phase.RESUMING, Phase.HALTING): "another node is lost, or ranks did not restore in time",
+    (Phase.RESUMING, Phase.TRAINING): "every rank has restored",
+    (Phase.GATHERING, Phase.ENDED): "a worker could not begin",
+    (Phase.TRAINING, Phase.ENDED): "training is done, or a worker failed",
+    (Phase.HALTING, Phase.ENDED): "no spare in time (code 75), or nothing to go back to",
+    (Phase.RESUMING, Phase.ENDED): "a worker failed, or resuming timed out again and again",
+}
+
+
+def require_change(before: Phase, after: Phase) -> None:
+    """Raise AssertionError, naming both phases, if the table has no such change."""
+    if (before, after) not in CHANGES:
+        raise AssertionError(f"the job cannot go from {before.value} to {after.value}; control/phases.py has the table")
+
+
+def diagram() -> str:
+    """The table as a Mermaid state diagram."""
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {Phase.GATHERING.value}"]
+    lines += [f"    {before.value} --> {after.value}: {why}" for (before, after), why in CHANGES.items()]
+    return "\n".join([*lines, f"    {Phase.ENDED.value} --> [*]", "```"])

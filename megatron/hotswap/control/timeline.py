@@ -1,0 +1,52 @@
+"""One recovery in progress and its time line: detect, halt, plan, rebuild, restore, first step. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import messages as m
+
+
+@dataclass
+class Recovery:
+    """One recovery in progress, and its time line (seconds of the caller's clock)."""
+
+    detected_s: float
+    last_heard_s: float  # when the lost node was last known to live
+    lost_nodes: list[str]
+    evidence: list[str]
+    halt_sent_s: float
+    halted_s: float | None = None
+    planned_s: float | None = None
+    restored: dict[int, m.Restored] = field(default_factory=dict)
+    restored_s: float | None = None
+    first_step: set[int] = field(default_factory=set)
+    generation: int | None = None
+    attempts: int = 1
+    timeouts: int = 0  # of resuming, in a row
+
+    def time_line(self, version: int, now: float) -> dict[str, Any]:
+        """What events.jsonl says of it once every rank has completed a step of membership `version`."""
+        restored = list(self.restored.values())
+        rebuild = max((x.rebuild_s for x in restored), default=0.0)
+        restore = max((x.restore_s for x in restored), default=0.0)
+        halted, planned, end = (self.halted_s or now), (self.planned_s or now), (self.restored_s or now)
+        return {
+            "kind": "swap" if self.lost_nodes else "reset",
+            "nodes_lost": self.lost_nodes,
+            "evidence": self.evidence,
+            "generation": self.generation,
+            "attempts": self.attempts,
+            "version": version,
+            "last_heard_s": self.last_heard_s,
+            "detected_s": self.detected_s,
+            "halt_s": halted - self.detected_s,
+            "plan_s": planned - halted,
+            "rebuild_s": rebuild,
+            "restore_s": max(restore, end - planned - rebuild),
+            "first_step_s": now - end,
+            "ended_s": now,
+            "steps_rerun": max((x.steps_rerun for x in restored), default=0),
+            "bytes_restored": sum(x.bytes_restored for x in restored),
+        }
