@@ -175,6 +175,9 @@ class Agent:
                 )
 
     def _assign(self, message: m.Assign) -> None:
+        # A node that joined after the halt has not said what it holds (nothing, but the plan waits for it).
+        self._replicas.frozen = True
+        self._say(m.ReplicaReport(message.version - 1, self._replicas.generations()))
         for worker, rank in zip(self._workers, message.ranks, strict=True):
             self._give_rank(worker, rank, message.world_size, message.version, "", fake=True)
 
