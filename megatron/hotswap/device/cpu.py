@@ -289,6 +289,7 @@ def _answer_device_queries(torch: Any) -> None:
     cuda.get_device_capability = _answer(CAPABILITY)
     cuda.get_device_properties = _answer(properties)
     cuda._lazy_init = _nothing
+    torch.accelerator.is_available = _answer(False)  # a DataLoader asks it, then page-locks memory by itself
 
 
 def _answer_streams(torch: Any) -> None:
@@ -513,14 +514,17 @@ def _keep_adam_steps_apart(torch: Any) -> None:
 
     - state_dict wants exactly one step count among the parameters. Before the first step there is none: the state that
       torch would make at that step, zeros, is made now. A rank whose shard holds no parameter has none either.
-    - load_state_dict gives one and the same tensor to all parameters, so that a step would count once per parameter,
-      and the dp_reshardable format then puts back the count that stood there before. The right count is the groups'.
-      With fp32 parameters it also copies into views of them, which autograd refuses outside no_grad.
+    - load_state_dict gives one and the same tensor to all parameters, so that a step would count once per parameter.
+      The count itself is the groups' and right: give each parameter its own.
+    - _set_main_param_and_optimizer_states then puts back each tensor of the state, the count too, which some formats
+      do not hold and others hold as it was before the load. It also copies into the main parameters: where the model
+      is fp32 these are views of its parameters, which autograd refuses outside no_grad.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original_save = DistributedOptimizer.state_dict
     original_load = DistributedOptimizer.load_state_dict
+    original_set = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def state_dict(self: Any) -> Any:
         state = self.optimizer.state
@@ -539,15 +543,19 @@ def _keep_adam_steps_apart(torch: Any) -> None:
             state.clear()
 
     def load_state_dict(self: Any, saved: Any) -> None:
-        with torch.no_grad():
-            original_load(self, saved)
+        original_load(self, saved)
         for group in self.optimizer.param_groups:
             step = group.pop("step")
             for parameter in group["params"]:
                 self.optimizer.state[parameter]["step"] = torch.tensor(float(step))
 
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        with torch.no_grad():
+            original_set(self, model_param, {**tensors, "step": None})  # what is no tensor is left as it is
+
     DistributedOptimizer.state_dict = state_dict
     DistributedOptimizer.load_state_dict = load_state_dict
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
 def _copy_what_async_save_writes() -> None:
