@@ -3,34 +3,95 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from ..errors import UsageError
 from ..topology.grid import Grid
+from .checkpoint_args import saved_flags
 
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
+_INDEX_HEAD_BYTES = 34
 _DTYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
+_PARALLEL_SIZES = (
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "context-parallel-size",
+    "expert-model-parallel-size",
+)
+_SIZES = (
+    "num-layers",
+    "num-attention-heads",
+    "hidden-size",
+    "ffn-hidden-size",
+    "max-position-embeddings",
+    "global-batch-size",
+    "micro-batch-size",
+    "num-experts",
+    "train-iters",
+)
+_DATA_PATHS = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
+#: Sizes that a checkpoint and the command must agree on, as Megatron's flags name them.
+_MODEL_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "num_experts",
+)
 
-def _flags(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    for name in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size"):
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"the training command cannot be read: {message}; correct it")
+
+
+def megatron_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """Those of Megatron's flags that can be checked without it."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    for name in _PARALLEL_SIZES:
         parser.add_argument(f"--{name}", type=int, default=1)
-    for name in ("num-layers", "num-attention-heads", "hidden-size", "global-batch-size", "micro-batch-size", "num-experts"):
+    for name in _SIZES:
         parser.add_argument(f"--{name}", type=int)
-    for name in ("data-path", "train-data-path", "valid-data-path", "test-data-path"):
+    for name in _DATA_PATHS:
         parser.add_argument(f"--{name}", nargs="*", default=[])
     parser.add_argument("--load")
+    parser.add_argument("--save")
+    parser.add_argument("--use-checkpoint-args", action="store_true")
     args, _ = parser.parse_known_args(list(argv))
     return args
 
 
 def grid_of(argv: Sequence[str], world_size: int) -> Grid:
     """The grid that Megatron's flags describe."""
-    args = _flags(argv)
-    return Grid(world_size, args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    args = megatron_flags(argv)
+    return Grid(
+        world_size, args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    )
+
+
+def check_nodes(nodes: int, ranks_per_node: int, spares: int) -> None:
+    """Check what is asked of the machines.
+
+    Raises:
+        UsageError: states the rule, the values and what to do.
+    """
+    for flag, value, least in (("--nodes", nodes, 1), ("--ranks-per-node", ranks_per_node, 1), ("--spares", spares, 0)):
+        if value < least:
+            raise UsageError(f"{flag} must be at least {least}, got {value}")
+    if nodes == 1:
+        raise UsageError(
+            "replicas need at least two nodes, since a rank and its replica must not be lost together, and "
+            f"--nodes is {nodes}: "
+            f"spread the ranks over two (--nodes 2 --ranks-per-node {max(1, ranks_per_node // 2)}), or train "
+            "without hot-swap: "
+            "torchrun pretrain_gpt.py …"
+        )
 
 
 def check_command(script: str, argv: Sequence[str], world_size: int) -> None:
@@ -40,29 +101,43 @@ def check_command(script: str, argv: Sequence[str], world_size: int) -> None:
         UsageError: states the rule, the values and what to do.
     """
     if not Path(script).is_file():
-        raise UsageError(f"the training script {script!r} is not a file; give the path of a script such as pretrain_gpt.py")
-    args = _flags(argv)
-    grid = grid_of(argv, world_size)
-    _check_sizes(args, grid)
-    for value in [*args.data_path, *args.train_data_path, *args.valid_data_path, *args.test_data_path]:
+        raise UsageError(
+            f"the training script {script!r} is not a file; give the path of a script such as pretrain_gpt.py"
+        )
+    for flag in ("--hot-swap-run-dir", "--world-size"):
+        if any(word == flag or word.startswith(f"{flag}=") for word in argv):
+            raise UsageError(
+                f"{flag} is set by `deadpool run` itself; leave it out after --, and give --run-dir or --nodes "
+                "before it"
+            )
+    args = megatron_flags(argv)
+    _check_sizes(args, grid_of(argv, world_size))
+    for value in [path for name in _DATA_PATHS for path in getattr(args, name.replace("-", "_"))]:
         if not _is_number(value):
             check_data(value)
-    if args.load and not Path(args.load).is_dir():
-        raise UsageError(f"--load {args.load}: there is no such directory; give a checkpoint directory that --save wrote, or leave --load out")
+    if args.load is not None:
+        check_checkpoint(args)
 
 
 def _check_sizes(args: argparse.Namespace, grid: Grid) -> None:
     def divides(what: str, value: int | None, by_what: str, by: int) -> None:
         if value is not None and value % by:
-            raise UsageError(f"{what} must be a multiple of {by_what}: {value} is not a multiple of {by}; change one of them")
+            raise UsageError(
+                f"{what} must be a multiple of {by_what}: {value} is not a multiple of {by}; change one of them"
+            )
 
+    for name in (*_PARALLEL_SIZES, *_SIZES):
+        value = getattr(args, name.replace("-", "_"))
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} must be at least 1, got {value}")
     divides("--num-layers", args.num_layers, "--pipeline-model-parallel-size", grid.pipeline)
     divides("--num-attention-heads", args.num_attention_heads, "--tensor-model-parallel-size", grid.tensor)
     if args.num_attention_heads is not None:
         divides("--hidden-size", args.hidden_size, "--num-attention-heads", args.num_attention_heads)
     divides("--num-experts", args.num_experts, "--expert-model-parallel-size", args.expert_model_parallel_size)
     if args.micro_batch_size is not None:
-        divides("--global-batch-size", args.global_batch_size, "--micro-batch-size x data-parallel size", args.micro_batch_size * grid.data)
+        per_step = args.micro_batch_size * grid.data
+        divides("--global-batch-size", args.global_batch_size, "--micro-batch-size x data-parallel size", per_step)
 
 
 def _is_number(value: str) -> bool:
@@ -73,8 +148,50 @@ def _is_number(value: str) -> bool:
     return True
 
 
+def check_checkpoint(args: argparse.Namespace) -> None:
+    """Check that --load has a checkpoint, and one of this model.
+
+    Megatron begins anew, silently, where --load has nothing; with --load and --save alike that is how a job starts.
+
+    Raises:
+        UsageError: there is none, or it is of another model.
+    """
+    folder = Path(args.load)
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        if args.load == args.save:
+            return
+        what = "no checkpoint in it (no latest_checkpointed_iteration.txt)" if folder.is_dir() else "no such directory"
+        raise UsageError(f"--load {folder}: there is {what}; give a directory that --save wrote, or leave --load out")
+    if args.use_checkpoint_args:
+        return
+    saved = saved_flags(folder, tracker.read_text().strip())
+    for name in _MODEL_SIZES:
+        given, there = getattr(args, name), saved.get(name)
+        if given is not None and there is not None and given != there:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"--load {folder} is a checkpoint of another model: it was saved with {flag} {there}, and this "
+                f"job has {flag} "
+                f"{given}; load another checkpoint or give the sizes it was saved with"
+            )
+
+
+def flags_added_here(argv: Sequence[str]) -> list[str]:
+    """Flags that the CPU device layer will add on this machine; none where it has a GPU.
+
+    Raises:
+        UsageError: a flag needs a GPU, and there is none.
+    """
+    if glob.glob("/dev/nvidia[0-9]*"):
+        return []
+    from ..device import cpu
+
+    return cpu.default_flags(list(argv))
+
+
 def check_data(prefix: str) -> None:
-    """Check that PREFIX.bin and PREFIX.idx are there and fit each other (megatron.core.datasets.indexed_dataset's format).
+    """Check that PREFIX.bin and PREFIX.idx are there and fit each other (megatron-core's indexed dataset).
 
     Raises:
         UsageError: missing or truncated.
@@ -83,23 +200,36 @@ def check_data(prefix: str) -> None:
     for path in (index, data):
         if not path.is_file():
             raise UsageError(
-                f"the dataset {prefix} needs {path}, and there is no such file; make it with tools/preprocess_data.py, and give its "
+                f"the dataset {prefix} needs {path}, and there is no such file; make it with "
+                "tools/preprocess_data.py, and give its "
                 "path without .bin or .idx"
             )
+    again = "preprocess the text again"
     with open(index, "rb") as file:
-        head = file.read(34)
-        if len(head) < 34 or head[:9] != _INDEX_MAGIC:
-            raise UsageError(f"{index} is not a Megatron index file, or is cut short ({len(head)} bytes of head); preprocess the text again")
-        _, code, sequences, documents = struct.unpack("<QBQQ", head[9:34])
+        head = file.read(_INDEX_HEAD_BYTES)
+        if len(head) < _INDEX_HEAD_BYTES or head[:9] != _INDEX_MAGIC:
+            raise UsageError(
+                f"{index} is not a Megatron index file, or is cut short ({len(head)} bytes of head); {again}"
+            )
+        _, code, sequences, documents = struct.unpack("<QBQQ", head[9:])
         if code not in _DTYPE_BYTES:
-            raise UsageError(f"{index} names the unknown token type {code}; preprocess the text again")
-        wanted = 34 + 4 * sequences + 8 * sequences + 8 * documents
-        if index.stat().st_size < wanted:
-            raise UsageError(f"{index} is cut short: it has {index.stat().st_size} bytes and announces {wanted}; preprocess the text again")
+            raise UsageError(f"{index} names the unknown token type {code}; {again}")
+        wanted = _INDEX_HEAD_BYTES + 4 * sequences + 8 * sequences + 8 * documents
+        there = index.stat().st_size
+        if there < wanted:
+            raise UsageError(f"{index} is cut short: it has {there} bytes and announces {wanted}; {again}")
         lengths = file.read(4 * sequences)
-    tokens = sum(struct.unpack(f"<{sequences}i", lengths))
-    if data.stat().st_size != tokens * _DTYPE_BYTES[code]:
+    tokens = sum(memoryview(lengths).cast("i")) if lengths else 0
+    token_bytes, there = _DTYPE_BYTES[code], data.stat().st_size
+    if there != tokens * token_bytes:
         raise UsageError(
-            f"{data} does not fit its index: it has {data.stat().st_size} bytes, the index says {tokens * _DTYPE_BYTES[code]} "
-            f"({tokens} tokens of {_DTYPE_BYTES[code]} bytes); one of them is cut short or of another run: preprocess the text again"
+            f"{data} does not fit its index: it has {there} bytes, the index says {tokens * token_bytes} "
+            f"({tokens} tokens of "
+            f"{token_bytes} bytes); one of them is cut short or of another run: {again}"
         )
+
+
+def describe_grid(grid: Grid, expert: int) -> str:
+    """`TP 2 x DP 2`: the parallel sizes above one."""
+    sizes: dict[str, Any] = {"TP": grid.tensor, "CP": grid.context, "PP": grid.pipeline, "DP": grid.data, "EP": expert}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"

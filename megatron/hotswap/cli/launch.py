@@ -16,13 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import config
-from ..control.state import ControlConfig
+from ..control.state import ControlConfig, Phase
 from ..coordinator.service import Coordinator, Scheduled
 from ..environment import AgentEnvironment
-from .checks import check_command, grid_of
+from ..errors import UsageError
+from .checks import check_command, check_nodes, flags_added_here, grid_of
 
 JOB_FILE = "job.json"
+#: What a run leaves at the top of its directory; the next run there replaces it.
+_RUN_FILES = ("steps.jsonl", "events.jsonl", "summary.json", "injections.jsonl", "run.png")
 _REAP_TIMEOUT_S = 10.0
+_SHOW_INTERVAL_S = 0.1
+_LOG_LINES_SHOWN = 15
 
 
 @dataclass
@@ -40,6 +45,11 @@ class Launch:
     return_lost_nodes_after_s: float | None = None
     faults: list[Scheduled] = field(default_factory=list)
 
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.ranks_per_node
+
 
 class VirtualNodes:
     """The process groups. Whatever happens, `end` leaves none."""
@@ -48,23 +58,39 @@ class VirtualNodes:
         self._launch = launch
         self._place = (coordinator, run_id, token)
         self._processes: dict[str, list[subprocess.Popen[bytes]]] = {}
+        self._over = False
 
     def start(self, node: str) -> None:
-        """Bring a node up (again)."""
+        """Bring a node up (again), unless the job is over."""
+        if self._over:
+            return
         launch = self._launch
         place = AgentEnvironment(*self._place, node=node, workers=launch.ranks_per_node)
         flags = ["--hot-swap", "--hot-swap-run-dir", str(launch.run_dir)]
-        log = launch.run_dir / "logs" / f"agent-{node}.log"
-        with open(log, "ab") as out:
+        with open(self.log(node), "ab") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "megatron.hotswap", launch.script, *launch.argv, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, **place.export()},
+                # Unbuffered: what a worker has printed when it is killed must be in its log.
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **place.export()},
                 start_new_session=True,
             )
         self._processes.setdefault(node, []).append(process)
+
+    def log(self, node: str) -> Path:
+        """Where an agent's own words go."""
+        return self._launch.run_dir / "logs" / f"agent-{node}.log"
+
+    def ended(self) -> dict[str, int]:
+        """Nodes whose agents have all ended by themselves, with the last one's exit code."""
+        codes = {node: [p.poll() for p in processes] for node, processes in self._processes.items()}
+        return {node: code[-1] for node, code in codes.items() if code and code[-1] is not None and None not in code}
+
+    def host_memory_bytes(self) -> dict[str, int]:
+        """Shared memory that each node's agent holds for snapshots, own and others'. Read from the kernel."""
+        return {node: sum(_slot_bytes(p.pid) for p in processes) for node, processes in self._processes.items()}
 
     def kill(self, node: str) -> None:
         """End whatever is left of a node: its ghosts too, frozen ones included."""
@@ -72,7 +98,8 @@ class VirtualNodes:
             _kill_group(process)
 
     def end(self) -> None:
-        """End all nodes."""
+        """End all nodes; none starts after this."""
+        self._over = True
         for node in list(self._processes):
             self.kill(node)
 
@@ -89,29 +116,30 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-async def run(launch: Launch, show: Callable[[Coordinator], None] = lambda c: None) -> int:
+def _slot_bytes(pid: int) -> int:
+    """Sizes of the slots (snapshot/slots.py names them) among a process's open files."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if "deadpool-slots" in os.readlink(fd):
+                    total += fd.stat().st_size
+    return total
+
+
+async def run(
+    launch: Launch,
+    show: Callable[[Coordinator], None] = lambda c: None,
+    started: Callable[[ControlConfig, VirtualNodes], None] = lambda c, n: None,
+) -> int:
     """Run the job; returns its exit code. Ctrl-C (or SIGTERM) ends everything.
 
     Args:
         launch: what to run.
-        show: called ten times a second, to show progress.
+        show: called ten times a second to show progress, and once more when all has ended.
+        started: called once, when the nodes have been started.
     """
-    check_command(launch.script, launch.argv, launch.nodes * launch.ranks_per_node)
-    hotswap = config.parse([*launch.argv, "--hot-swap-run-dir", str(launch.run_dir)])
-    control = ControlConfig(
-        run_id=secrets.token_hex(8),
-        token=secrets.token_hex(16),
-        grid=grid_of(launch.argv, launch.nodes * launch.ranks_per_node),
-        nodes=launch.nodes,
-        spares=launch.spares,
-        lease_s=hotswap.lease_s,
-        heartbeat_interval_s=hotswap.heartbeat_interval_s,
-        halt_timeout_s=hotswap.halt_timeout_s,
-        resume_timeout_s=hotswap.resume_timeout_s,
-        wait_for_spare_s=hotswap.wait_for_spare_s,
-    )
-    (launch.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (launch.run_dir / "injections.jsonl").unlink(missing_ok=True)
+    control = prepare(launch)
     coordinator = Coordinator(control, launch.run_dir, launch.faults)
     address = await coordinator.start(launch.host, launch.port)
     _write_job_file(launch.run_dir, address, control)
@@ -124,26 +152,112 @@ async def run(launch: Launch, show: Callable[[Coordinator], None] = lambda c: No
     try:
         for index in range(launch.nodes + launch.spares):
             nodes.start(f"node{index}")
-        await _until_over(coordinator, interrupted, nodes, show)
+        started(control, nodes)
+        await _until_over(launch, coordinator, interrupted, nodes, show)
     finally:
         watcher.cancel()
-        if not interrupted.is_set():
+        if coordinator.control.phase is Phase.ENDED and not interrupted.is_set():
             await nodes.wait()
         nodes.end()
         await coordinator.stop()
         (launch.run_dir / JOB_FILE).unlink(missing_ok=True)
+        show(coordinator)
     code = coordinator.control.exit_code
     return 130 if code is None else code
 
 
-async def _until_over(coordinator: Coordinator, interrupted: asyncio.Event, nodes: VirtualNodes, show: Callable[[Coordinator], None]) -> None:
+def prepare(launch: Launch) -> ControlConfig:
+    """Everything that can be refused before a process starts, and an empty run directory.
+
+    Raises:
+        UsageError: says what is wrong.
+    """
+    check_nodes(launch.nodes, launch.ranks_per_node, launch.spares)
+    check_command(launch.script, launch.argv, launch.world_size)
+    flags_added_here(launch.argv)
+    hotswap = config.parse([*launch.argv, "--hot-swap-run-dir", str(launch.run_dir)])
+    control = ControlConfig(
+        run_id=secrets.token_hex(8),
+        token=secrets.token_hex(16),
+        grid=grid_of(launch.argv, launch.world_size),
+        nodes=launch.nodes,
+        spares=launch.spares,
+        lease_s=hotswap.lease_s,
+        heartbeat_interval_s=hotswap.heartbeat_interval_s,
+        halt_timeout_s=hotswap.halt_timeout_s,
+        resume_timeout_s=hotswap.resume_timeout_s,
+        wait_for_spare_s=hotswap.wait_for_spare_s,
+    )
+    _empty_run_dir(launch.run_dir)
+    return control
+
+
+def _empty_run_dir(run_dir: Path) -> None:
+    """What an earlier run left there must not be taken for this one's."""
+    job = running_job(run_dir)
+    if job is not None:
+        raise UsageError(
+            f"a job (process {job['pid']}) runs in {run_dir}; give another --run-dir, or end that job first"
+        )
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        for path in [*(run_dir / name for name in _RUN_FILES), *(run_dir / "logs").glob("*.log")]:
+            path.unlink(missing_ok=True)
+    except OSError as failure:
+        raise UsageError(f"--run-dir {run_dir} cannot be written: {failure}; give a directory of your own") from failure
+
+
+def running_job(run_dir: Path) -> dict[str, str | int] | None:
+    """What job.json says of the job that runs there, or None: no file, or its process is gone."""
+    try:
+        job: dict[str, str | int] = json.loads((run_dir / JOB_FILE).read_text())
+        os.kill(int(job["pid"]), 0)
+    except PermissionError:
+        return job
+    except (OSError, ValueError, KeyError):
+        return None
+    return job
+
+
+async def _until_over(
+    launch: Launch,
+    coordinator: Coordinator,
+    interrupted: asyncio.Event,
+    nodes: VirtualNodes,
+    show: Callable[[Coordinator], None],
+) -> None:
     while not interrupted.is_set() and not coordinator.ended.is_set():
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(_SHOW_INTERVAL_S)
         show(coordinator)
+        if coordinator.control.phase is Phase.GATHERING:
+            _end_if_hopeless(launch, coordinator, nodes)
+
+
+def _end_if_hopeless(launch: Launch, coordinator: Coordinator, nodes: VirtualNodes) -> None:
+    """Nodes that die before the job has begun are not waited for: nobody brings them back."""
+    ended = nodes.ended()
+    gone = set(ended) | {n.data["node"] for n in coordinator.notices if n.kind == "node-lost"}
+    if launch.nodes + launch.spares - len(gone) >= launch.nodes:
+        return
+    node = sorted(gone)[0]
+    code = f" with exit code {ended[node]}" if node in ended else ""
+    said = _tail(nodes.log(node)) or "it said nothing"
+    control = coordinator.control
+    control.exit_code = 1
+    control.exit_reason = f"node {node} ended{code} before training began: {said}"
+    coordinator.ended.set()
+
+
+def _tail(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_LOG_LINES_SHOWN:])
 
 
 async def _watch_lost(coordinator: Coordinator, nodes: VirtualNodes, return_after_s: float | None) -> None:
-    """A node that was given up is ended for good (the machine's own fence), and brought back as a spare if that is wanted."""
+    """A node that was given up is ended for good (the machine's own fence), and brought back if that is wanted."""
     while True:
         node = await coordinator.lost_nodes.get()
         nodes.kill(node)

@@ -1,19 +1,24 @@
 """What a run leaves behind: steps.jsonl, events.jsonl and summary.json in the run directory.
 
-A step's line is written once it is committed, since a step that is not may be run again; until then it waits here. So the file
-has one line a step, each as it finally counted.
+A step's line is written once it is committed, since a step that is not may be run again; until then it waits here. So
+the file has one line a step, each as it finally counted.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, TextIO
 
 from ..agent.inject import last_strike
 from ..control.messages import StepRecord
 from ..control.state import Log
+
+#: A normal step's time is the median of this many last ones.
+_NORMAL_STEPS = 50
 
 
 class Recorder:
@@ -24,7 +29,8 @@ class Recorder:
         self.run_dir = run_dir
         self.last_step: StepRecord | None = None
         self.recoveries: list[dict[str, Any]] = []
-        self._waiting: dict[int, StepRecord] = {}
+        self._waiting: dict[int, tuple[StepRecord, float]] = {}  # with the time of its arrival
+        self._recent_s: deque[float] = deque(maxlen=_NORMAL_STEPS)
         self._written = -1
         self._steps: TextIO = open(run_dir / "steps.jsonl", "w", buffering=1)  # noqa: SIM115 - closed by close()
         self._events: TextIO = open(run_dir / "events.jsonl", "w", buffering=1)  # noqa: SIM115
@@ -36,22 +42,23 @@ class Recorder:
     def step(self, record: StepRecord) -> None:
         """A step is complete on the rank that logs; it may yet be run again."""
         if record.step > self._written:
-            self._waiting[record.step] = record
+            self._waiting[record.step] = (record, time.time())
             self.last_step = record
 
     def committed(self, generation: int) -> None:
         """Steps up to this one cannot be lost any more."""
         for step in sorted(s for s in self._waiting if s <= generation):
-            self._write(self._waiting.pop(step))
+            self._write(*self._waiting.pop(step))
 
     def rolled_back(self, generation: int) -> None:
         """Steps after this one will be run again."""
         for step in [s for s in self._waiting if s > generation]:
             del self._waiting[step]
 
-    def _write(self, r: StepRecord) -> None:
+    def _write(self, r: StepRecord, arrived: float) -> None:
         line = {
             "step": r.step,
+            "t": arrived,
             "loss": {k: float.fromhex(v) for k, v in r.loss.items()},
             "loss_hex": r.loss,
             "grad_norm": None if r.grad_norm is None else float.fromhex(r.grad_norm),
@@ -64,6 +71,7 @@ class Recorder:
         self._steps.write(json.dumps(line) + "\n")
         self._written = r.step
         self._count += 1
+        self._recent_s.append(r.seconds)
         self._seconds += r.seconds
         self._stalled_s += r.exposed_stall_s
 
@@ -81,8 +89,10 @@ class Recorder:
         struck = last_strike(self.run_dir, line["nodes_lost"], detected)
         since = "fault" if struck is not None else "last sign of life"
         began = struck if struck is not None else line["last_heard_s"] + self._clock_offset
-        normal = self._seconds / self._count if self._count else 0.0
-        phases = {"detect_s": detected - began, **{k: line[k] for k in ("halt_s", "plan_s", "rebuild_s", "restore_s", "first_step_s")}}
+        # The median: the first steps of a process, and those that evaluate or save in between, are not normal ones.
+        normal = statistics.median(self._recent_s) if self._recent_s else 0.0
+        later = ("halt_s", "plan_s", "rebuild_s", "restore_s", "first_step_s")
+        phases = {"detect_s": detected - began, **{name: line[name] for name in later}}
         return {
             "kind": line["kind"],
             "nodes_lost": line["nodes_lost"],
@@ -99,7 +109,7 @@ class Recorder:
         }
 
     def summary(self, code: int, reason: str) -> dict[str, Any]:
-        """The summary so far; bit_identical and restart_baseline_s are for `deadpool verify` and the demo to fill in."""
+        """The summary so far; `deadpool verify` fills in bit_identical, the demo restart_baseline_s."""
         return {
             "steps": self._written if self._count else 0,
             "exit_code": code,

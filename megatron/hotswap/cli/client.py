@@ -1,0 +1,52 @@
+"""A user's call to a running job's coordinator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+
+from ..control.messages import Injection
+from ..coordinator import wire
+from ..errors import UsageError
+from .launch import running_job
+
+_CALL_TIMEOUT_S = 5.0
+
+
+def call(run_dir: Path, injection: Injection | None = None) -> wire.Status:
+    """Ask the coordinator of the job in `run_dir` for its status, or for a fault.
+
+    Raises:
+        UsageError: no job runs there, it does not answer, or it refuses.
+    """
+    job = running_job(run_dir)
+    if job is None:
+        ended = "; it has ended: its summary.json is there" if (run_dir / "summary.json").is_file() else ""
+        raise UsageError(
+            f"no job runs in {run_dir}{ended}; give the --run-dir of a job that `deadpool run` has started and "
+            "that still runs"
+        )
+    with grpc.insecure_channel(job["coordinator"], options=wire.OPTIONS) as channel:
+        ask = channel.unary_unary(
+            f"/{wire.SERVICE}/{wire.COMMAND}", request_serializer=wire.encode, response_deserializer=wire.decode_status
+        )
+        try:
+            status: wire.Status = ask(wire.Command(job["token"], injection), timeout=_CALL_TIMEOUT_S)
+        except grpc.RpcError as failure:
+            raise UsageError(
+                f"the job in {run_dir} (process {job['pid']}) does not answer at {job['coordinator']} within "
+                f"{_CALL_TIMEOUT_S} s "
+                f"({failure.code().name}); it may be ending: try again, or look at {run_dir / 'events.jsonl'}"
+            ) from failure
+    if not status.ok:
+        raise UsageError(f"the job in {run_dir} refused: {status.text}")
+    return status
+
+
+def describe(status: wire.Status) -> str:
+    """A status in a few lines."""
+    lines = [f"step {status.step} | committed {status.committed} | membership {status.version} | {status.phase}"]
+    lines += [f"  {node}: ranks {', '.join(map(str, ranks))}" for node, ranks in sorted(status.nodes.items())]
+    lines.append(f"  spares: {', '.join(status.spares) or 'none'}")
+    return "\n".join(lines)

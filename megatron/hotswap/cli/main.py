@@ -1,0 +1,152 @@
+"""The `deadpool` command: run, inject, status, verify."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from ..errors import HotSwapError, UsageError
+from .launch import Launch
+
+DEFAULT_RUN_DIR = Path("runs/latest")
+_WATCH_INTERVAL_S = 1.0
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Megatron-LM with hot-swap: a training job that loses a node and does not notice.",
+)
+
+RunDir = Annotated[Path, typer.Option("--run-dir", metavar="DIR", help="Where the job's files are.")]
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- SCRIPT …", help="The training script and all of its flags.")
+    ],
+    nodes: Annotated[int, typer.Option("--nodes", help="Virtual nodes that train; each can be killed as one.")],
+    ranks_per_node: Annotated[int, typer.Option("--ranks-per-node", help="Ranks (worker processes) of each node.")],
+    spares: Annotated[int, typer.Option("--spares", help="Nodes kept warm to take over.")] = 0,
+    run_dir: RunDir = DEFAULT_RUN_DIR,
+    port: Annotated[int, typer.Option("--port", help="The coordinator's port; 0 is any free one.")] = 0,
+    return_lost_nodes_after_s: Annotated[
+        float | None,
+        typer.Option("--return-lost-nodes-after-s", metavar="S", help="Bring a lost node back, as a spare."),
+    ] = None,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--inject",
+            metavar="SPEC",
+            help="A fault to come, ACTION:SCOPE:RANK:STEP[:PHASE], as kill:node:2:14:backward.",
+        ),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show all that the workers write, each line once.")
+    ] = False,
+    picture: Annotated[bool, typer.Option("--picture/--no-picture", help="Draw run.png at the end.")] = True,
+) -> None:
+    """Run a Megatron job with hot-swap on virtual nodes of this machine. The exit code is the job's."""
+    from .run_job import RunOptions, run_job
+
+    launch = Launch(nodes, ranks_per_node, spares, command[0], command[1:], run_dir, port=port)
+    launch.return_lost_nodes_after_s = return_lost_nodes_after_s
+    raise typer.Exit(run_job(launch, RunOptions(inject or [], verbose, picture), Console()))
+
+
+@app.command()
+def inject(
+    run_dir: RunDir = DEFAULT_RUN_DIR,
+    kill: Annotated[
+        str | None, typer.Option("--kill", metavar="TARGET", help="node:NAME, agent:NAME or worker:NAME/INDEX.")
+    ] = None,
+    freeze: Annotated[
+        str | None, typer.Option("--freeze", metavar="TARGET", help="The same, stopped instead of killed.")
+    ] = None,
+    at_step: Annotated[
+        int | None, typer.Option("--at-step", metavar="N", help="Strike in this step; default: at once.")
+    ] = None,
+    phase: Annotated[
+        str | None, typer.Option("--phase", help="Where in the step (forward, backward, grad-sync, …).")
+    ] = None,
+) -> None:
+    """Break something in a running job."""
+    from .client import call
+    from .faults import check_against, parse_target
+
+    if (kill is None) == (freeze is None):
+        raise UsageError("give one of --kill TARGET and --freeze TARGET, such as --kill node:node1")
+    action, target = ("kill", kill) if kill is not None else ("freeze", freeze)
+    injection = parse_target(action, target or "", at_step, phase)
+    check_against(call(run_dir), injection)
+    print(f"deadpool: {call(run_dir, injection).text}")
+
+
+@app.command()
+def status(
+    run_dir: RunDir = DEFAULT_RUN_DIR,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again every second, until the job ends.")] = False,
+) -> None:
+    """Where a running job stands."""
+    from .client import call, describe
+
+    answer = call(run_dir)
+    while True:
+        print(msgspec.json.encode(answer).decode() if as_json else describe(answer), flush=True)
+        if not watch:
+            return
+        time.sleep(_WATCH_INTERVAL_S)
+        try:
+            answer = call(run_dir)
+        except UsageError as ended:
+            print(f"deadpool: {ended}", file=sys.stderr)
+            return
+
+
+@app.command()
+def verify(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="The reference.")],
+    run_b: Annotated[
+        Path, typer.Argument(metavar="RUN_B", help="The run in question; its summary.json gets the answer.")
+    ],
+    common_steps: Annotated[
+        bool, typer.Option("--common-steps", help="Compare only steps that both have: one began at a checkpoint.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Compare two runs step by step: loss and gradient norm bit for bit, consumed samples. Exit code 1: they differ."""
+    from .verify import verify_runs
+
+    found = verify_runs(run_a, run_b, common_steps)
+    if as_json:
+        print(
+            json.dumps({"bit_identical": found.identical, "compared": found.compared, "difference": found.difference})
+        )
+    elif found.identical:
+        print(f"bit-identical: {found.compared} steps (loss, gradient norm, consumed samples) of {run_a} and {run_b}")
+    else:
+        print(f"not identical: {found.compared} steps are the same, then: {found.difference}")
+    raise typer.Exit(0 if found.identical else 1)
+
+
+def main() -> None:
+    """Entry of the console script. What a user can mend is said in words, with exit code 2."""
+    try:
+        app()
+    except HotSwapError as failure:
+        print(f"deadpool: {failure}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What the coordinator decided, in plain words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..control.messages import Membership
+from ..control.state import Log
+
+PHASE_WORDS = {
+    "detect_s": "detect",
+    "halt_s": "halt",
+    "plan_s": "plan",
+    "rebuild_s": "rebuild",
+    "restore_s": "restore",
+    "first_step_s": "first step",
+}
+#: Decisions that only matter to whoever reads events.jsonl.
+_SILENT = ("ignored", "push-failed", "resumed")
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """[2, 3] -> "ranks 2, 3"."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def bytes_in_words(count: int) -> str:
+    """1234567 -> "1.2 MB"."""
+    value = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def narrate(log: Log) -> str | None:
+    """One decision as a sentence, or None if it is of no interest while it happens."""
+    data = log.data
+    if log.kind in _SILENT or (log.kind == "waiting" and log.reason.startswith("0 ")):
+        return None
+    if log.kind == "node-lost":
+        return f"{'spare' if data['spare'] else 'node'} lost: {log.reason}"
+    if log.kind == "recovery":
+        return f"{log.reason}; every rank stops where it is"
+    if log.kind == "assign":
+        return f"spare {data['node']} takes {ranks_in_words(data['ranks'])}"
+    if log.kind == "no-spare":
+        return f"no spare is left: {log.reason}"
+    if log.kind == "plan":
+        return _plan_in_words(data)
+    if log.kind == "recovered":
+        return None  # the time line follows, from what the recorder made of it
+    if log.kind == "start":
+        return f"training starts: {log.reason}"
+    return {"end": "the job is over: ", "error": "error: ", "inject": "fault armed: "}.get(log.kind, "") + log.reason
+
+
+def _plan_in_words(data: Mapping[str, Any]) -> str:
+    fetched = data["fetch"]
+    source = f"; {ranks_in_words(fetched)} fetched from memory of the holders" if fetched else ""
+    return f"going on from step {data['generation']}, the newest that every rank still has{source}"
+
+
+def time_line(recovery: Mapping[str, Any]) -> str:
+    """Where the seconds of one recovery went."""
+    parts = " + ".join(f"{words} {recovery['phases'][name]:.2f}" for name, words in PHASE_WORDS.items())
+    rerun = recovery["steps_rerun"]
+    again = (
+        "no completed step ran again" if not rerun else f"{rerun} completed step{'s' if rerun > 1 else ''} ran again"
+    )
+    lost = " and ".join(recovery["nodes_lost"]) or "no node"
+    return (
+        f"recovered from the loss of {lost} in {recovery['total_s']:.2f} s: {parts} - a normal step "
+        f"{recovery['normal_step_s']:.2f}; {bytes_in_words(recovery['bytes_restored'])} restored, {again}"
+    )
+
+
+def placement_lines(membership: Membership) -> list[str]:
+    """Which node trains which ranks, and holds whose replicas."""
+    ranks: dict[str, list[int]] = {}
+    held: dict[str, list[int]] = {}
+    for rank, member in enumerate(membership.members):
+        ranks.setdefault(member.node, []).append(rank)
+        held.setdefault(membership.members[membership.holders[rank]].node, []).append(rank)
+    return [
+        f"{node}: {ranks_in_words(mine)}; holds the replicas of "
+        f"{ranks_in_words(held.get(node, [])) if held.get(node) else 'nobody'}"
+        for node, mine in ranks.items()
+    ]

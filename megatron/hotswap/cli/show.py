@@ -1,0 +1,144 @@
+"""What `deadpool run` shows while a job runs: Megatron's log once, decisions in words, and the progress line."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ..control.state import ControlConfig, Log, Phase
+from ..coordinator.service import Coordinator
+from .launch import VirtualNodes
+from .log_filter import LogFilter
+from .log_tail import LogTail
+from .narrate import bytes_in_words, narrate, placement_lines, time_line
+from .progress import Progress
+
+#: Without a terminal, a progress line this often is enough.
+_PLAIN_INTERVAL_S = 5.0
+_STYLES = {
+    "node-lost": "bold red",
+    "recovery": "yellow",
+    "recovered": "bold green",
+    "error": "bold red",
+    "no-spare": "bold yellow",
+}
+
+
+class Show:
+    """A context; call it with the coordinator as often as the display is to be fresh."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        console: Console,
+        verbose: bool = False,
+        steps_total: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._tail = LogTail(run_dir / "logs")
+        self._filter = LogFilter(verbose)
+        self._steps_total = steps_total
+        self._clock = clock
+        self._began_s = clock()
+        self._notices_seen = 0
+        self._recoveries_seen = 0
+        self._plain_due_s = clock() + _PLAIN_INTERVAL_S
+        self._plain_last = ""
+        self._memory_shown = False
+        self._nodes: VirtualNodes | None = None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Show:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def started(self, control: ControlConfig, nodes: VirtualNodes) -> None:
+        """The nodes have been started."""
+        self._nodes = nodes
+        self.say(
+            f"starting {control.nodes} nodes with {control.ranks_per_node} ranks each and {control.spares} spare"
+            f"{'' if control.spares == 1 else 's'}; a node is given up after {control.lease_s:g} s of silence"
+        )
+
+    def __call__(self, coordinator: Coordinator) -> None:
+        """Show what is new."""
+        over = coordinator.control.phase is Phase.ENDED or coordinator.control.exit_code is not None
+        for source, line in self._tail.read(final=over):
+            shown = self._filter.take(source, line)
+            if shown is not None:
+                self._print(Text(shown))
+        for notice in coordinator.notices[self._notices_seen :]:
+            self._notice(coordinator, notice)
+        self._notices_seen = len(coordinator.notices)
+        self._memory(coordinator)
+        self._progress(coordinator, over)
+
+    def say(self, text: str, style: str = "cyan") -> None:
+        """A line of ours, with the seconds since the start."""
+        head = f"deadpool {self._clock() - self._began_s:6.1f} s  "
+        self._print(Text(head, style="dim").append(text, style=style))
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+    def _notice(self, coordinator: Coordinator, notice: Log) -> None:
+        text = narrate(notice)
+        if text is not None:
+            self.say(text, _STYLES.get(notice.kind, "cyan"))
+        if notice.kind == "start" and coordinator.control.membership is not None:
+            for line in placement_lines(coordinator.control.membership):
+                self.say(f"  {line}")
+        if notice.kind == "recovered":
+            self.say(time_line(coordinator.recorder.recoveries[self._recoveries_seen]), _STYLES["recovered"])
+            self._recoveries_seen += 1
+
+    def _memory(self, coordinator: Coordinator) -> None:
+        if self._memory_shown or self._nodes is None or coordinator.control.committed < 0:
+            return
+        self._memory_shown = True
+        taken = {node: count for node, count in self._nodes.host_memory_bytes().items() if count}
+        if taken:
+            self.say("host memory for snapshots: " + ", ".join(f"{n} {bytes_in_words(c)}" for n, c in taken.items()))
+
+    def _progress(self, coordinator: Coordinator, over: bool) -> None:
+        control = coordinator.control
+        line = Progress(
+            control.phase.value, control.version, control.committed, coordinator.recorder.last_step, self._steps_total
+        ).line()
+        if self._live is not None:
+            self._live.update(Text("" if over else line, style="bold", no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._clock() >= self._plain_due_s and not over:
+            self._plain_due_s = self._clock() + _PLAIN_INTERVAL_S
+            if line != self._plain_last:
+                self._plain_last = line
+                self._print(Text(line))
+
+
+def log_of_failure(coordinator: Coordinator, run_dir: Path) -> Path:
+    """The log of the worker that the job's end names, or the folder of all."""
+    reason, membership, logs = coordinator.control.exit_reason, coordinator.control.membership, run_dir / "logs"
+    rank = re.match(r"rank (\d+)\b", reason)
+    if rank is not None and membership is not None and int(rank[1]) < len(membership.members):
+        member = membership.members[int(rank[1])]
+        return logs / f"{member.incarnation}-{member.worker}.log"
+    worker = re.match(r"worker (\d+) on node (\S+) ended", reason)
+    if worker is not None:
+        found = sorted(logs.glob(f"{worker[2]}-*-{worker[1]}.log"), key=lambda path: path.stat().st_mtime)
+        if found:
+            return found[-1]
+    return logs
