@@ -1,0 +1,51 @@
+# make demo    sets everything up, then shows that a job survives the loss of a node
+# make test    sets everything up, then runs every test
+#
+# Both work from a fresh clone with Python 3.12 or 3.13 (PYTHON=... names one), pip and a C++ compiler, as root or not.
+
+SHELL := /bin/sh
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# Seconds for all tests together; a run of CI may take 90 minutes.
+TEST_BUDGET_S ?= 4500
+PYTEST_ARGS ?=
+
+PURE := -p megatron.hotswap.control -m megatron.hotswap.recovery.plan -m megatron.hotswap.replication.placement \
+	-m megatron.hotswap.snapshot.layout -m megatron.hotswap.topology.grid
+
+.PHONY: demo test test-all setup lint types clean
+
+demo: $(READY)
+	$(PY) tools/demo.py
+
+test: $(READY)
+	$(PY) -m pytest --session-timeout=$(TEST_BUDGET_S) $(PYTEST_ARGS) tests
+
+test-all: lint types test
+
+setup: $(READY)
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+
+types: $(READY)
+	$(PY) -m mypy --strict $(PURE)
+
+# Made again when what it was made from has changed; an environment that is there is kept and completed.
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.inl) tools/find_python.sh
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
+		echo "no C++ compiler was found (c++, g++, clang++); install one (Debian, Ubuntu: apt-get install g++)" >&2; exit 1; }
+	@if ! $(PY) -c "import pip, sys; sys.exit(sys.version_info[:2] not in ((3, 12), (3, 13)))" 2>/dev/null; then \
+		python=$$(sh tools/find_python.sh) || exit 1; \
+		echo "making $(VENV) with $$python"; "$$python" -m venv --clear $(VENV) || exit 1; fi
+	@echo "installing PyTorch, Megatron and the tools (about 5 GB, once) and building the engine …"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel pybind11
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 megatron-core==0.19.2
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation \
+		--config-settings editable_mode=compat --editable ".[dev]"
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find deadpool_ext -name "*.so" -delete
