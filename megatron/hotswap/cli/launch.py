@@ -156,10 +156,13 @@ async def run(
         await _until_over(launch, coordinator, interrupted, nodes, show)
     finally:
         watcher.cancel()
+        notices = len(coordinator.notices)
         if coordinator.control.phase is Phase.ENDED and not interrupted.is_set():
             await nodes.wait()
         nodes.end()
         await coordinator.stop()
+        if coordinator.control.phase is not Phase.ENDED:
+            del coordinator.notices[notices:]  # nodes that were ended here are no losses to report
         (launch.run_dir / JOB_FILE).unlink(missing_ok=True)
         show(coordinator)
     code = coordinator.control.exit_code

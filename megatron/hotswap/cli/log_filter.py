@@ -32,7 +32,8 @@ _NOISE = re.compile(
             r"^Overwriting rerun_state_machine\.",
             r"^deadpool: worker ends with code",
             r"^\[(after|before) .*\] datetime:",
-            r"^\[Rank \d+\] \(after \d+ iterations\) memory",
+            r"^\[Rank \d+\] \(.*\) memory \(MB\)",
+            r"^compute_activation_memory",
         )
     )
 )

@@ -18,7 +18,7 @@ from ..errors import UsageError
 from .checks import describe_grid, flags_added_here, grid_of, megatron_flags
 from .faults import parse_scheduled
 from .launch import Launch, VirtualNodes, run
-from .show import Show, log_of_failure
+from .show import Show, last_traceback, log_of_failure
 
 _PICTURE_TIMEOUT_S = 120.0
 
@@ -104,7 +104,9 @@ def _say_end(launch: Launch, coordinator: Coordinator, code: int, picture: Path 
     lines = []
     if code not in (0, 130):
         lines.append(f"deadpool: the job failed: {reason}")
-        lines.append(f"deadpool: its log: {log_of_failure(coordinator, launch.run_dir)}")
+        log = log_of_failure(coordinator, launch.run_dir)
+        lines += [f"  {line}" for line in last_traceback(log)]
+        lines.append(f"deadpool: its log: {log}")
     lines.append(
         f"deadpool: {'done' if code == 0 else reason if code == 130 else f'exit code {code}'} after step "
         f"{summary['steps']}; "

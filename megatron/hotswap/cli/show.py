@@ -22,6 +22,8 @@ from .progress import Progress
 
 #: Without a terminal, a progress line this often is enough.
 _PLAIN_INTERVAL_S = 5.0
+#: Of a traceback: the last frame's place and source line, its marks, and the exception.
+_TRACEBACK_LINES = 4
 _STYLES = {
     "node-lost": "bold red",
     "recovery": "yellow",
@@ -142,3 +144,15 @@ def log_of_failure(coordinator: Coordinator, run_dir: Path) -> Path:
         if found:
             return found[-1]
     return logs
+
+
+def last_traceback(log: Path) -> list[str]:
+    """The last place that a log's last traceback names, and the exception; empty where there is none."""
+    if not log.is_file():
+        return []
+    lines = log.read_text(errors="replace").splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
+    if not starts:
+        return []
+    frames = [i for i in range(starts[-1], len(lines)) if lines[i].startswith('  File "')]
+    return lines[frames[-1] : frames[-1] + _TRACEBACK_LINES] if frames else []
