@@ -234,9 +234,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from megatron.hotswap.device import cpu
+    from megatron.hotswap.__main__ import launch_or_train
 
-    if cpu.needed():
-        sys.argv[1:] += cpu.default_flags(sys.argv[1:])
-        cpu.install()
-    main()
+    sys.exit(launch_or_train(__file__, main))

@@ -385,7 +385,7 @@ class Agent:
         self._say(m.Acknowledged(worker.rank, generation))
 
     async def _strike_in_transfer(self, worker: WorkerProcess, generation: int) -> None:
-        for injection in [i for i in self._armed if i.worker == worker.index and i.at_step == generation]:
+        for injection in [i for i in self._armed if i.worker == worker.index and (i.at_step or 0) <= generation]:
             self._armed.remove(injection)
             asyncio.get_running_loop().call_later(0.0005, self._strike, injection)
 

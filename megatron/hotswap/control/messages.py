@@ -87,10 +87,14 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Acknowledged(_Message, frozen=True):
-    """The holder of `rank` has the whole, checked snapshot of `generation`."""
+    """The holder of `rank` has the whole, checked snapshot of `generation`.
+
+    `version` is that of the membership whose holder it is; one of an old membership says nothing about today's holder.
+    """
 
     rank: int
     generation: int
+    version: int | None = None
 
 
 class StepDone(_Message, frozen=True):

@@ -170,7 +170,7 @@ class Control:
     # ---- while training
 
     def _acknowledged(self, incarnation: str, event: m.Acknowledged, now: float) -> list[Decision]:
-        if self.agents[incarnation].ranks.count(event.rank) == 0:
+        if self.agents[incarnation].ranks.count(event.rank) == 0 or event.version not in (None, self.version):
             return []
         self.acknowledged[event.rank] = max(event.generation, self.acknowledged.get(event.rank, -1))
         assert self.membership is not None
@@ -190,6 +190,16 @@ class Control:
             return [log, *self._end(1, f"rank {event.rank} failed in step {event.step}: {event.text}")]
         self.errors[event.rank] = (now, event)
         return [log]
+
+    def _resume_failed(self, incarnation: str, event: m.WorkerError, now: float) -> list[Decision]:
+        """A rank could not rebuild or restore although no one is known to be lost: begin the recovery again, a few times."""
+        if event.version != self.version:
+            return []
+        assert self.recovery is not None
+        text = f"rank {event.rank} could not resume: {event.text}"
+        if self.recovery.attempts >= _RESUME_ATTEMPTS_MAX:
+            return self._end(1, f"{text}; that was attempt {self.recovery.attempts}, and the last")
+        return [Log("error", text, {"rank": event.rank}), *self._begin_recovery([], [text], now, now)]
 
     def _judge_errors(self, now: float) -> list[Decision]:
         """A collective failed, yet no node was lost within a lease: the fault was in between, so all begin again in place."""

@@ -52,10 +52,13 @@ class ReplayIterator:
 class MegatronTrainer:
     """Implements recovery.execute.Trainer."""
 
-    def __init__(self, groups: Groups, parallel_state: ParallelState, world_timeout: timedelta) -> None:
+    def __init__(
+        self, groups: Groups, parallel_state: ParallelState, collective_timeout: timedelta, rendezvous_timeout: timedelta
+    ) -> None:
         self._groups = groups
         self._parallel_state = parallel_state
-        self._world_timeout = world_timeout
+        self._collective_timeout = collective_timeout
+        self._rendezvous_timeout = rendezvous_timeout
         self.model: list[Any] = []
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -198,12 +201,14 @@ class MegatronTrainer:
         from megatron.training import get_args
 
         args = get_args()
+        client = connect_store(store, version, self._rendezvous_timeout)
+        _gather(client, args.world_size, self._rendezvous_timeout)
         dist.init_process_group(
             args.distributed_backend,
-            store=connect_store(store, version, self._world_timeout),
+            store=client,
             rank=args.rank,
             world_size=args.world_size,
-            timeout=self._world_timeout,
+            timeout=self._collective_timeout,
         )
 
 
@@ -212,6 +217,16 @@ def connect_store(address: str, version: int, timeout: timedelta) -> dist.Store:
     host, port = address.rsplit(":", 1)
     client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     return dist.PrefixStore(f"membership{version}", client)
+
+
+def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> None:
+    """Wait until every rank is here, the spare that still builds its model included. Two store operations a rank.
+
+    Without it the groups' own timeout, which must be short, would run while a rank is still on its way.
+    """
+    if store.add("arrived", 1) == world_size:
+        store.set("go", b"")
+    store.wait(["go"], timeout)
 
 
 def _flat(iterators: Any) -> list[Any]:

@@ -29,13 +29,13 @@ class HotSwap:
         guard.require_known_megatron()
         self._session = session
         self._training = training
-        timeout = timedelta(seconds=config.collective_timeout_s)
-        self._groups = Groups(timeout)
+        collective, rendezvous = (timedelta(seconds=s) for s in (config.collective_timeout_s, config.resume_timeout_s))
+        self._groups = Groups(collective)
         self._aborter = Aborter(session)
-        self._trainer = MegatronTrainer(self._groups, ParallelState(self._groups), timeout)
+        self._trainer = MegatronTrainer(self._groups, ParallelState(self._groups), collective, rendezvous)
         self._snapshots = Snapshots(session, self._trainer)
         self._recovery = Recovery(session, self._aborter, self._trainer, self._snapshots, new_store)
-        self._timeout = timeout
+        self._rendezvous_timeout = rendezvous
         self._loop: Loop | None = None
         self._given: local.Given | None = None
         self._plan: local.Plan | None = None  # a spare's, until it has joined
@@ -78,7 +78,7 @@ class HotSwap:
                 # Only now: validate_args would take it for a dry run, and switch off NaN checks and gloo groups.
                 get_args().fake_process_group = True
             elif kwargs.get("store") is None:
-                kwargs["store"] = connect_store(self._given.store, self._given.version, self._timeout)
+                kwargs["store"] = connect_store(self._given.store, self._given.version, self._rendezvous_timeout)
             original(*args, **kwargs)
 
         return pretrain

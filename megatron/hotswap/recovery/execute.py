@@ -147,7 +147,9 @@ class Recovery:
                 return order
             except (RuntimeError, SnapshotMismatch) as failure:
                 if not self._session.halted and not isinstance(failure, Halted):
-                    self._session.say(m.Note("recovery-failed", f"rank {self._session.rank}: {failure}"))
+                    assert self._session.rank is not None
+                    text = f"{type(failure).__name__}: {failure}"[:2000]
+                    self._session.say(m.WorkerError(self._session.rank, self._session.version, 0, True, text))
                 position.dirty = True
                 order = self._await_order()
 
@@ -164,7 +166,14 @@ class Recovery:
         assert self._snapshots.engine is not None and self._session.rank is not None
         own = self._snapshots.engine.complete()
         self._session.say(
-            m.HaltReport(halt.version, self._session.rank, position.generation, position.between_steps, own, self._store)
+            m.HaltReport(
+                halt.version,
+                self._session.rank,
+                position.generation if position.generation >= 0 else None,
+                position.between_steps,
+                own,
+                self._store,
+            )
         )
 
     def _carry_out(self, plan: local.Plan, position: Position) -> None:

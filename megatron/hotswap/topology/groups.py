@@ -27,6 +27,7 @@ class Groups:
         self.fake = False  # build groups that never communicate (a spare's first start)
         self._timeout = collective_timeout
         self._created: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
+        self._held: list[tuple[dist.ProcessGroup | None, tuple[int, ...]]] | None = None  # what references point to, if not _created
 
     def create(self, ranks: list[int] | None, backend: str | None, pg_options: Any, timeout: timedelta | None, description: str | None) -> Any:
         """Create one group as torch.distributed.new_group does, and remember it if this rank is in it.
@@ -54,22 +55,26 @@ class Groups:
         Returns:
             How many references were replaced.
         """
-        old_groups = [dist.group.WORLD, *(group for group, _ in self._created)]
-        old_ranks = [ranks for _, ranks in self._created]
-        _require_known(old_groups)
+        if self._held is None:
+            self._held = [(dist.group.WORLD, ()), *self._created]
+        _require_known([group for group, _ in (*self._held, *self._created)])
         self._created = []
         _forget_world()
         start_world()
         create_all()
-        if old_ranks != [ranks for _, ranks in self._created]:
+        new = [(dist.group.WORLD, ()), *self._created]
+        if [ranks for _, ranks in self._held] != [ranks for _, ranks in new]:
             raise HotSwapError("the rebuilt groups are not those of the old membership: a group was created after initialization")
-        new_groups = [dist.group.WORLD, *(group for group, _ in self._created)]
-        return rebind({id(a): b for a, b in zip(old_groups, new_groups, strict=True)}, old_groups)
+        # From here on nothing can fail for a peer's sake. Were it not so, the next attempt would still begin at `_held`.
+        old_groups = [group for group, _ in self._held]
+        self._held = None
+        return rebind({id(old): group for old, (group, _) in zip(old_groups, new, strict=True)}, old_groups)
 
 
 def _require_known(known: list[Any]) -> None:
     ours = {id(group) for group in known}
-    foreign = [c10d._world.pg_names[group] for group in c10d._world.pg_map if id(group) not in ours]
+    world = dist.group.WORLD  # of an attempt that was broken off, perhaps
+    foreign = [c10d._world.pg_names[group] for group in c10d._world.pg_map if id(group) not in ours and group is not world]
     if foreign:
         raise HotSwapError(
             f"process groups {foreign} were not created through Megatron's parallel_state, so they cannot be rebuilt; create "

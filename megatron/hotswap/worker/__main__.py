@@ -26,7 +26,7 @@ def main() -> None:
     """Run the script; the process ends when the agent says so, or with it."""
     place = environment.worker()
     _die_with_parent()
-    from .session import Session
+    from .session import Session, end_process
 
     session = Session(place)
     script, argv = sys.argv[1], sys.argv[2:]
@@ -54,6 +54,8 @@ def main() -> None:
         traceback.print_exc()
         code, text = 1, f"{type(failure).__name__}: {failure}"
     sys.stdout.flush()
+    if code and session.building:
+        end_process(code, f"this spare could not build its rank: {text}")  # its agent tells; the next spare takes its place
     if code and session.halted:
         # Lost a peer before the first snapshot: nothing here can be gone back to, and the coordinator says what that means.
         session.report_building(session.version)

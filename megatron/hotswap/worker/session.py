@@ -109,8 +109,8 @@ class Session:
 
     @property
     def halted(self) -> bool:
-        """Whether the membership that this worker works in is over."""
-        return self.version > 0 and self.control.get(Word.OVER_VERSION) >= self.version
+        """Whether the membership that this worker works in is over. A spare that still builds works in none."""
+        return not self.building and self.version > 0 and self.control.get(Word.OVER_VERSION) >= self.version
 
     def check(self) -> None:
         """Raise Halted if the membership is over. Called at every border of a step, a micro-batch and a section."""
@@ -150,8 +150,9 @@ class Session:
         self.control.set(Word.STEP, step)
         self.control.set(Word.PHASE, PHASES.index(phase) + 1)
         self.control.bump(Word.PROGRESS)
-        for injection in self._armed:
-            if injection.at_step == step and (injection.phase or "forward") == phase:
+        for injection in list(self._armed):
+            due = injection.at_step is not None and injection.at_step <= step  # armed late, it strikes at the next occasion
+            if due and (injection.phase or "forward") == phase:
                 self._armed.remove(injection)
                 self.say(local.Strike(injection))
                 time.sleep(60.0)  # the agent strikes within milliseconds; nothing must happen in between
