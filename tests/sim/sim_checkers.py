@@ -1,0 +1,192 @@
+"""The invariants, stated against the simulator's own knowledge of every memory. Numbers are those of the design's section 6.
+
+Terms: under membership v, the *base* is the generation it began from; what lies in a slot is *obsolete* under v if it was written
+before v and is not the base; *committed* under v is a generation whose own snapshot and replica were complete for every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.hotswap.control import messages as m
+from megatron.hotswap.control.state import Phase
+from sim_world import Content, Snapshot
+
+
+class Violation(AssertionError):
+    """A guarantee does not hold."""
+
+
+def require(holds: bool, guarantee: str, what: str) -> None:
+    """Raise a violation unless it holds."""
+    if not holds:
+        raise Violation(f"{guarantee}: {what}")
+
+
+class Checkers:
+    """Called by the fakes and the driver at every event that a guarantee speaks of."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        self.memberships: dict[int, m.Membership] = {}
+        self.base: dict[int, int] = {}  # version -> generation it began from
+        self.pairs: dict[tuple[int, int], set[int]] = {}  # (version, generation) -> ranks whose snapshot and replica were complete
+        self.committed: dict[int, int] = {}  # version -> newest committed generation, by truth
+        self.done: dict[int, int] = {}  # rank -> newest step completed by whoever held it, in the membership that counts
+        self.peak = 0  # newest generation that all ranks had completed, ever
+        self.stepped: dict[tuple[int, int], str] = {}  # (version, rank) -> incarnation that completed steps as it
+
+    # ---- guarantee 1: one membership at a time
+
+    def before_event(self, incarnation: str) -> Any:
+        """What an event of a fenced agent must leave as it is."""
+        c = self.world.control
+        if incarnation not in c.fenced:
+            return None
+        return c.phase, c.version, c.membership, set(c.halt_reports), dict(c.acknowledged), set(c.agents), set(c.finished)
+
+    def after_event(self, incarnation: str, before: Any) -> None:
+        """Compare."""
+        if before is not None:
+            require(self.before_event(incarnation) == before, "guarantee 1", f"an event of the fenced agent {incarnation} changed the job")
+
+    def on_membership(self, membership: m.Membership, generation: int, reports: dict[int, m.HaltReport], redo: bool) -> None:
+        """The coordinator publishes a membership."""
+        version = membership.version
+        newest = max(self.memberships, default=0)
+        if version == newest:
+            return  # the same one, to another agent
+        require(version > newest, "guarantee 1", f"membership {version} was published after {newest}")
+        for rank, holder in enumerate(membership.holders):
+            require(
+                membership.members[rank].node != membership.members[holder].node,
+                "guarantee 5", f"rank {rank} and its holder {holder} are both on {membership.members[rank].node}",
+            )
+        require(generation >= self.peak - 1, "guarantee 3", f"membership {version} goes back to {generation}, {self.peak} was complete")
+        for rank, report in reports.items():
+            if report.between_steps and report.done is not None and report.done <= generation:
+                require(report.done < generation or not redo, "section rule", f"rank {rank} leaves out its work after step {report.done} unsaid")
+        self.memberships[version] = membership
+        self.base[version] = generation
+        self.done = dict.fromkeys(range(len(membership.members)), generation)
+
+    def on_resumed(self) -> None:
+        """The coordinator says that all train on."""
+        version = self.world.control.version
+        for rank, member in enumerate(self.memberships[version].members):
+            worker = self.world.agents[member.incarnation].workers[member.worker]
+            require(worker.version == version, "guarantee 1", f"resumed {version}, but rank {rank} works in membership {worker.version}")
+
+    def on_step(self, worker: Any) -> None:
+        """A rank has completed a step."""
+        version, rank = worker.version, worker.rank
+        member = self.memberships[version].members[rank]
+        require(member.incarnation == worker.agent.incarnation, "guarantee 1", f"{worker.agent.incarnation} stepped as rank {rank}")
+        who = self.stepped.setdefault((version, rank), worker.agent.incarnation)
+        require(who == worker.agent.incarnation, "guarantee 1", f"two workers are rank {rank} of membership {version}")
+        if version == max(self.memberships):
+            self.done[rank] = worker.generation
+            self.peak = max(self.peak, min(self.done.values()))
+
+    # ---- guarantee 2: atomic
+
+    def on_collective(self, key: tuple[Any, ...], states: dict[int, int]) -> None:
+        """All ranks of a group met."""
+        require(len(set(states.values())) == 1, "guarantee 2", f"collective {key} joins ranks of different generations: {states}")
+
+    def on_change(self, worker: Any) -> None:
+        """Main parameters are about to change."""
+        require(worker.copying is None, "guarantee 2", f"rank {worker.rank} changes parameters while generation {worker.copying} is copied")
+
+    def on_restore(self, worker: Any, snapshot: Snapshot | None, plan: m.Resume) -> None:
+        """A rank reads its slot back."""
+        want = Content(worker.rank, plan.generation)
+        have = None if snapshot is None else snapshot.content
+        require(have == want, "guarantee 2", f"rank {worker.rank} is to restore {want}, its slot has {have}")
+
+    def on_restored(self, worker: Any) -> None:
+        """A rank is about to train on."""
+        want = Content(worker.rank, self.base[worker.version])
+        require(worker.content == want, "guarantee 2", f"rank {worker.rank} trains on from {worker.content}, planned {want}")
+
+    def on_missing(self, plan: m.Resume, holder: Any, rank: int, error: Exception) -> None:
+        """A holder that a plan names does not have the snapshot; from a plan that is over nobody expects it."""
+        stale = plan.membership.version != self.world.control.version
+        require(stale, "guarantee 2", f"{holder.incarnation} was named for rank {rank}, generation {plan.generation}: {error}")
+
+    # ---- guarantee 4: slots
+
+    def on_acknowledged(self, agent: Any, rank: int, generation: int) -> None:
+        """An agent takes a generation of its rank for replicated: the holder must really have it."""
+        membership = agent.membership
+        holder = self.world.agents[membership.members[membership.holders[rank]].incarnation]
+        require(
+            generation in holder.replicas.generations().get(rank, ()),
+            "guarantee 4", f"rank {rank} counts generation {generation} as held by {holder.incarnation}, which does not have it",
+        )
+        version = agent.version
+        ranks = self.pairs.setdefault((version, generation), set())
+        ranks.add(rank)
+        if len(ranks) == len(membership.members):
+            self.committed[version] = max(generation, self.committed.get(version, -1))
+
+    def _replaceable(self, snapshot: Snapshot, version: int) -> bool:
+        generation = snapshot.content.generation
+        obsolete = snapshot.version < version and generation != self.base[version]
+        return obsolete or self.committed.get(version, -1) > generation
+
+    def on_take(self, worker: Any, slot: int) -> None:
+        """A rank overwrites an own slot."""
+        old = worker.own.get(slot)
+        if old is not None:
+            require(
+                self._replaceable(old, worker.version), "guarantee 4",
+                f"rank {worker.rank} overwrites its snapshot of generation {old.content.generation} before a newer one is committed",
+            )
+
+    def on_reserve(self, sender: Any, holder: Any, header: Any) -> None:
+        """A holder is about to overwrite a replica slot."""
+        store = holder.replicas
+        if store.frozen or header.rank not in store._slots:
+            return
+        slot = header.generation % 2
+        old = store._slots[header.rank].snapshots[slot]
+        if old is not None:
+            require(
+                self._replaceable(old, holder.version), "guarantee 4",
+                f"{sender.incarnation} (membership {sender.version}) destroys the replica of rank {header.rank}, generation "
+                f"{old.content.generation} at {holder.incarnation} (membership {holder.version}) with generation {header.generation}",
+            )
+
+    # ---- how a run ends
+
+    def on_end(self) -> None:
+        """Training to the end, or a named ending that tells the truth."""
+        control = self.world.control
+        require(control.phase is Phase.ENDED, "ending", f"the run hangs while {control.phase.value}")
+        require(bool(control.exit_reason), "ending", "the run ended without a reason")
+        living = [a for i, a in self.world.agents.items() if i in control.agents and a.node.alive]
+        if control.exit_code == 0:
+            steps = self.world.steps
+            require(self.peak == steps, "ending", f"training is called done after step {self.peak} of {steps}")
+        elif control.exit_code == 75:
+            warm = [a for a in control.agents.values() if a.warm and a.spare]
+            holders = {x.node for x in control.membership.members if x.incarnation in control.agents}
+            require(all(a.node in holders for a in warm), "ending", "the job gave up for want of a spare while there was one")
+        else:
+            require("nothing to go back to" in control.exit_reason or self.peak == 0, "ending", f"unexpected: {control.exit_reason}")
+            lost = {x.incarnation for v in self.memberships.values() for x in v.members} & control.fenced.keys()
+            require(len(lost) > 1 or not self.committed, "guarantee 3", f"the loss of {lost} alone ended the job: {control.exit_reason}")
+            common = self._held_by_all(living)
+            require(not common, "ending", f"the job gave up although generations {sorted(common)} are still held for every rank")
+
+    def _held_by_all(self, agents: list[Any]) -> set[int]:
+        ranks = range(self.world.control.config.grid.world_size)
+        held: dict[int, set[int]] = {r: set() for r in ranks}
+        for agent in agents:
+            for worker in agent.workers:
+                if worker.rank is not None:
+                    held[worker.rank] |= {s.content.generation for s in worker.own.values()}
+            for rank, generations in agent.replicas.generations().items():
+                held[rank] |= set(generations)
+        return set.intersection(*held.values())

@@ -1,0 +1,253 @@
+"""One schedule: a job, its faults and their times, all from one seed. `python tests/sim/sim_driver.py SEED [COUNT]` repeats it.
+
+The driver delivers messages to the real Control, carries out its decisions, and lets faults strike at any moment, more often
+while a recovery is under way.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+from megatron.hotswap.control import messages as m
+from megatron.hotswap.control.state import Control, ControlConfig, Log, Phase, Send
+from megatron.hotswap.replication import transfer
+from megatron.hotswap.topology.grid import Grid
+from sim_checkers import Checkers, Violation
+from sim_fakes import FakeAgent
+from sim_world import RUN_ID, Clock, FakeSlots, Node, Rendezvous, Stream
+
+TIME_MAX_S = 600.0
+TICK_S = 0.1
+FAULTS = ("kill", "kill", "power", "freeze", "freeze-short", "cut", "worker", "link")
+
+
+@dataclass
+class Outcome:
+    """How one schedule went."""
+
+    seed: int
+    exit_code: int | None
+    reason: str
+    versions: int
+    swaps: int
+    faults: list[str] = field(default_factory=list)
+
+
+class World:
+    """The job under simulation."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.clock = Clock(rng)
+        nodes, per_node = rng.choice([(2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 1)])
+        world = nodes * per_node
+        tensor = rng.choice([t for t in (1, 2) if per_node % t == 0])
+        pipeline = rng.choice([p for p in (1, 2) if world % (tensor * p) == 0])
+        self.steps = rng.randint(4, 8)
+        self.proven_by_step = rng.random() < 0.5
+        self.sections = rng.random() < 0.5
+        self.holders_look = True  # whether a holder looks for the same snapshot before it overwrites a slot with it
+        # Every schedule has its own weather, so that some are extreme in one thing.
+        self.repeat_chance = rng.choice([0.0, 0.02, 0.3])
+        self.h2h_s = rng.choice([0.01, 0.02, 0.2])
+        self.everyone = frozenset(range(world))
+        spares = rng.randint(0, 2)
+        self.control = Control(
+            ControlConfig(
+                RUN_ID, "token", Grid(world, tensor, pipeline), nodes, spares, lease_s=1.6, heartbeat_interval_s=0.5,
+                halt_timeout_s=3.0, resume_timeout_s=6.0, wait_for_spare_s=5.0, settle_s=2.0,
+            )
+        )
+        self.checkers = Checkers(self)
+        self.rendezvous = Rendezvous(self.clock, self.checkers.on_collective)
+        self.agents: dict[str, FakeAgent] = {}
+        self.uplinks: dict[str, Stream] = {}
+        self.downlinks: dict[str, Stream] = {}
+        self.faults: list[str] = []
+        self.faults_left = rng.choice([1, 1, 2, 2, 3, 4])
+        self.moments: list[list[Any]] = []  # [kind of message, how many of it until a fault strikes]
+        self._lives = 0
+        for index in range(nodes + spares):
+            self.start_node(f"node{index}", self.clock.about(0.1))
+        for _ in range(rng.randint(0, 1)):
+            self.start_node(f"node{nodes + spares}", rng.uniform(0.0, 8.0))
+
+    # ---- nodes
+
+    def start_node(self, name: str, delay: float) -> None:
+        """A node comes up (again), as a new life."""
+        self._lives += 1
+        incarnation = f"{name}-{self._lives}"
+        self.clock.after(delay, self._start_node, name, incarnation)
+
+    def _start_node(self, name: str, incarnation: str) -> None:
+        node = Node(name, self.clock)
+        agent = FakeAgent(self, node, incarnation, self.control.config.ranks_per_node)
+        self.agents[incarnation] = agent
+        self.uplinks[incarnation] = Stream(self.clock, self._from_agent, self.repeat_chance)
+        self.downlinks[incarnation] = Stream(self.clock, lambda message: node.run(agent.obey, message), repeat_chance=0.0)
+        agent.begin()
+
+    def connection_closed(self, agent: FakeAgent) -> None:
+        """A process has ended: its kernel closes its connections, after what it had sent."""
+        self.uplinks[agent.incarnation].send((agent.incarnation, m.AgentLost("its connection closed")))
+
+    # ---- the coordinator
+
+    def _from_agent(self, arrived: tuple[str, Any]) -> None:
+        incarnation, event = arrived
+        before = self.checkers.before_event(incarnation)
+        self._decided(self.control.handle(incarnation, event, self.clock.now))
+        self.checkers.after_event(incarnation, before)
+
+    def tick(self) -> None:
+        """The coordinator's timer."""
+        self._decided(self.control.tick(self.clock.now))
+        if self.control.exit_code is None:
+            self.clock.after(TICK_S, self.tick)
+
+    def _decided(self, decisions: list[Any]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Log):
+                if decision.kind == "resumed":
+                    self.checkers.on_resumed()
+                elif decision.kind == "recovery" and not self.moments:
+                    self._maybe_again()
+                continue
+            assert isinstance(decision, Send)
+            message = decision.message
+            if isinstance(message, m.Start):
+                self.checkers.on_membership(message.membership, 0, {}, True)
+                self._plan_faults()
+            elif isinstance(message, m.Resume):
+                self.checkers.on_membership(message.membership, message.generation, self.control.halt_reports, message.redo_sections)
+            self.downlinks[decision.incarnation].send(message)
+
+    # ---- faults
+
+    def said(self, kind: type) -> None:
+        """An agent sends something: the moment that a fault may have waited for."""
+        if self.moments and self.moments[0][0] is kind:
+            self.moments[0][1] -= 1
+            if self.moments[0][1] == 0:
+                self.moments.pop(0)
+                self.clock.after(self.clock.about(0.003), self.fault)
+
+    def _plan_faults(self) -> None:
+        rng, ranks = self.rng, len(self.everyone)
+        if rng.random() < 0.5:  # at moments that matter, else at any time
+            self.moments = [[m.Acknowledged, rng.randint(ranks, ranks * self.steps)]]
+            self.moments += [[rng.choice([m.HaltReport, m.Restored, m.FirstStep, m.Acknowledged]), rng.randint(1, 2 * ranks)] for _ in range(2)]
+            return
+        for _ in range(self.rng.choice([1, 1, 1, 2])):
+            self.clock.after(self.rng.uniform(0.05, 0.2 * self.steps), self.fault)
+
+    def _maybe_again(self) -> None:
+        if self.rng.random() < 0.5:
+            self.clock.after(self.rng.choice([0.02, 0.1, 0.5, 2.0, 2.0]) * self.rng.random(), self.fault)
+
+    def fault(self) -> None:
+        """Something breaks."""
+        rng, clock = self.rng, self.clock
+        living = [a for a in self.agents.values() if a.node.alive and not a.ended]
+        if self.faults_left == 0 or not living or self.control.exit_code is not None:
+            return
+        self.faults_left -= 1
+        kind, agent = rng.choice(FAULTS), rng.choice(living)
+        self.faults.append(f"{clock.now:.3f} s {self.control.phase.value}: {kind} {agent.incarnation}")
+        if kind == "kill":
+            agent.end()
+        elif kind == "power":
+            agent.ended, agent.node.alive = True, False
+        elif kind in ("freeze", "freeze-short"):
+            agent.node.frozen = True
+            clock.after(rng.uniform(0.1, 1.0) if kind == "freeze-short" else rng.uniform(2.0, 6.0), agent.node.thaw)
+        elif kind == "cut":
+            self._cut(agent)
+        elif kind == "worker":
+            agent.say(m.WorkerLost(0, "killed by SIGSEGV"))
+            self._silence(agent)
+        else:
+            self._link_fault(agent)
+            return
+        self._collective_errors()
+        if rng.random() < 0.4 and kind != "freeze-short":
+            self.start_node(agent.node.name, rng.uniform(0.05, 4.0))
+
+    def _cut(self, agent: FakeAgent) -> None:
+        streams = self.uplinks[agent.incarnation], self.downlinks[agent.incarnation]
+        for stream in streams:
+            stream.cut = True
+            self.clock.after(self.rng.uniform(0.2, 6.0), stream.heal)
+
+    @staticmethod
+    def _silence(agent: FakeAgent) -> None:
+        """A worker process is gone, its agent lives."""
+        worker = agent.workers[0]
+        worker._epoch += 1
+        worker._waiting = None
+        worker.state = "dead"
+
+    def _link_fault(self, agent: FakeAgent) -> None:
+        training = [w for w in agent.workers if w.state == "training" and w.version == self.control.version]
+        if training and self.control.phase is Phase.TRAINING:
+            agent.node.run(training[0].fail)
+
+    def _collective_errors(self) -> None:
+        """Peers of a dead process may get an error from their collective before they hear of the halt."""
+        for agent in self.agents.values():
+            for worker in agent.workers:
+                if worker.state == "training" and self.rng.random() < 0.2:
+                    epoch = worker._epoch
+                    agent.node.after(
+                        self.clock.about(0.05), lambda w=worker, e=epoch: w.fail() if w._epoch == e and w.state == "training" else None
+                    )
+
+    # ---- the run
+
+    def run(self) -> None:
+        """Until the job is over, and then a little."""
+        self.tick()
+        while self.clock.now < TIME_MAX_S and self.control.exit_code is None:
+            if not self.clock.step():
+                break
+        self.checkers.on_end()
+
+
+def simulate(seed: int, change: Any = None) -> Outcome:
+    """Run one schedule. `change(world)` may plant a bug in it.
+
+    Raises:
+        Violation: names the seed.
+    """
+    with mock.patch.object(transfer, "Slots", FakeSlots):
+        world = World(seed)
+        if change is not None:
+            change(world)
+        try:
+            world.run()
+        except Exception as failure:
+            kind = Violation if isinstance(failure, Violation) else type(failure)
+            raise Violation(f"seed {seed}: {kind.__name__}: {failure}; faults: {world.faults}") from failure
+    control = world.control
+    return Outcome(seed, control.exit_code, control.exit_reason, control.version, len(control.recoveries), world.faults)
+
+
+def main() -> None:
+    """Repeat a seed, or run COUNT seeds from it on."""
+    first, count = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    for seed in range(first, first + count):
+        outcome = simulate(seed)
+        if count == 1:
+            print(outcome)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,539 @@
+"""Fake agents and workers: the order of events of agent/main.py, worker/session.py and worker/loop.py, without their mechanics.
+
+The real parts under them are ReplicaStore (over memory without bytes) and every message. Where this differs from the agent of
+today, it is how the agent must be; tests/sim/test_simulation.py plants the difference as a bug and shows what it breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.hotswap.control import messages as m
+from megatron.hotswap.errors import HotSwapError
+from megatron.hotswap.replication.transfer import ReplicaStore
+from megatron.hotswap.snapshot.layout import Header
+from sim_world import RUN_ID, Content, Node, Snapshot
+
+SLOT_BYTES = 8192
+PUSH_RETRY_S = 0.1
+
+
+class FakeWorker:
+    """One rank's training thread and its two own slots (which belong to the agent and outlive nothing here)."""
+
+    def __init__(self, agent: FakeAgent, index: int) -> None:
+        self.agent = agent
+        self.node = agent.node
+        self.world = agent.world
+        self.index = index
+        self.rank: int | None = None
+        self.version = 0  # of the membership that the training thread works in
+        self.over = 0  # newest membership known to be over
+        self.state = "idle"  # idle, building, built, training, out, finished
+        self.generation = -1  # of the live state
+        self.content: Content | None = None  # the live state
+        self.dirty = False
+        self.between_steps = False
+        self.own: dict[int, Snapshot] = {}  # slot -> complete snapshot
+        self.copying: int | None = None  # generation whose copy is under way
+        self.copied = self.acknowledged = self.committed = -1
+        self.replicated = -1  # newest generation whose push has begun
+        self.plan: m.Resume | None = None
+        self._epoch = 0  # calls of an interrupted training thread are void
+        self._waiting: tuple[Callable[[], bool], Callable[[], None]] | None = None
+        self._first_step_due = False
+        self._report_due: int | None = None
+
+    # ---- small steps
+
+    def _go(self, delay: float, call: Callable[..., None], *args: Any) -> None:
+        epoch = self._epoch
+        self.node.after(delay, lambda: call(*args) if self._epoch == epoch else None)
+
+    def _enter(self, name: str, step: int, then: Callable[[], None], group: frozenset[int] | None = None) -> None:
+        assert self.rank is not None
+        epoch = self._epoch
+        world = self.world
+        key = (self.version, name, step, group)
+        world.rendezvous.enter(
+            key, group or world.everyone, self.rank, self.generation, self.node, lambda: then() if self._epoch == epoch else None
+        )
+
+    def _wait(self, ready: Callable[[], bool], then: Callable[[], None]) -> None:
+        self._waiting = (ready, then)
+        self.words_changed()
+
+    def words_changed(self) -> None:
+        """The agent or the copy engine has changed a word of the control block."""
+        if self._waiting is not None and self._waiting[0]():
+            then, self._waiting = self._waiting[1], None
+            then()
+
+    def _out(self) -> None:
+        self._epoch += 1
+        self._waiting = None
+        self.state = "out"
+
+    # ---- a step
+
+    def start(self, version: int) -> None:
+        """The first membership: the model is built, generation 0 is copied, training begins."""
+        self.version, self.state = version, "training"
+        self.generation, self.content = 0, Content(self.rank or 0, 0)
+        self._go(self.world.clock.about(0.05), self._first)
+
+    def _first(self) -> None:
+        self.take()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forward and backward: every rank's gradients need every other rank's forward pass."""
+        self.between_steps = False
+        step = self.generation
+        if step >= self.world.steps:
+            self._enter("end", step, self._finish)
+            return
+        self._go(self.world.clock.about(0.04), self._enter, "forward-backward", step, self.fence)
+
+    def fence(self) -> None:
+        """Before main parameters change: own copy complete, own replica acknowledged."""
+        step = self.generation
+        self._wait(lambda: self.copied >= step and self.acknowledged >= step, self._optimizer)
+
+    def _optimizer(self) -> None:
+        self.world.checkers.on_change(self)
+        self.dirty = True
+        if self.world.proven_by_step:
+            self._enter("grad-norm", self.generation, self._apply)
+        else:
+            self._go(self.world.clock.about(0.002), self._apply)
+
+    def _apply(self) -> None:
+        assert self.content is not None
+        self.content = Content(self.content.rank, self.content.generation + 1)
+        self._go(self.world.clock.about(0.003), self._enter, "param-gather", self.generation, self._step_done, self.data_group)
+
+    @property
+    def data_group(self) -> frozenset[int]:
+        """The ranks of its data-parallel group."""
+        assert self.rank is not None
+        return frozenset({self.rank, *self.world.control.config.grid.data_ring(self.rank)})
+
+    def _step_done(self) -> None:
+        self.generation += 1
+        self.dirty = False
+        self.world.checkers.on_step(self)
+        done = self.generation
+        self.await_commit(done - 1, self._after_commit)
+
+    def await_commit(self, generation: int, then: Callable[[], None]) -> None:
+        """Before the slot of `generation` - 1 is overwritten: `generation` must be complete everywhere."""
+        if self.world.proven_by_step:
+            then()
+        else:
+            self._wait(lambda: self.committed >= generation, then)
+
+    def _after_commit(self) -> None:
+        self.take()
+        assert self.rank is not None
+        if self._first_step_due:
+            self._first_step_due = False
+            self.agent.say(m.FirstStep(self.version, self.rank))
+        if self.world.sections:
+            self.between_steps = True
+            self._go(self.world.clock.about(0.004), self._enter, "log", self.generation, self.begin_step)
+        else:
+            self.begin_step()
+
+    def _finish(self) -> None:
+        self.state = "finished"
+        self.agent.say(m.Finished(self.index, self.rank, 0))
+
+    def take(self) -> None:
+        """Begin the copy of the live state into slot g % 2."""
+        assert self.rank is not None and self.content is not None
+        generation, slot = self.generation, self.generation % 2
+        self.world.checkers.on_take(self, slot)
+        self.own.pop(slot, None)
+        self.copying = generation
+        self.node.after(self.world.clock.about(0.02), self._copied, generation, self.content, self.version)
+
+    def _copied(self, generation: int, content: Content, version: int) -> None:
+        if self.copying != generation:
+            return
+        self.copying = None
+        self.own[generation % 2] = Snapshot(content, version)
+        self.copied = generation
+        self.agent.copies_changed()
+        self.words_changed()
+        if self._report_due is not None:
+            over, self._report_due = self._report_due, None
+            self.report(over)
+
+    # ---- the halt
+
+    def halt(self, over: int) -> None:
+        """The monitor thread hears that a membership is over."""
+        self.over = max(self.over, over)
+        if self.state in ("building", "built"):
+            self.plan = None
+            self.report(over)
+        elif self.state in ("training", "out"):
+            # The training thread gets out of a collective, or runs on to the next check: somewhen.
+            self.node.after(self.world.clock.about(0.02), self._halted, over)
+
+    def _halted(self, over: int) -> None:
+        if self.state not in ("training", "out") or over < self.over or self.version > over:
+            return
+        self.world.rendezvous.abort(over)
+        self._out()
+        self._report_due = over
+        if self.copying is None:
+            self._report_due = None
+            self.report(over)
+
+    def report(self, over: int) -> None:
+        """HaltReport."""
+        assert self.rank is not None
+        own = tuple(sorted(s.content.generation for s in self.own.values()))
+        done = self.generation if self.state == "out" else None
+        self.agent.say(m.HaltReport(over, self.rank, done, self.between_steps and done is not None, own, f"store-{self.rank}"))
+
+    def fail(self) -> None:
+        """A collective raises on this rank, though no halt was heard."""
+        assert self.rank is not None
+        self._out()
+        self.world.rendezvous.abort(self.version)
+        self.agent.say(m.WorkerError(self.rank, self.version, self.generation + 1, True, "connection reset by peer"))
+
+    # ---- a spare's start, and the plan
+
+    def assign(self, rank: int, version: int) -> None:
+        """A spare gets its rank and builds."""
+        self.rank, self.state = rank, "building"
+        self.report(version - 1)
+        self._go(self.world.clock.about(0.2), self._built)
+
+    def _built(self) -> None:
+        self.state = "built"
+        if self.plan is not None:
+            self._carry_out(self.plan)
+
+    def resume(self, plan: m.Resume) -> None:
+        """The plan of the newest membership. A spare that still builds joins when it is through."""
+        self.copied, self.acknowledged = plan.generation, plan.generation - 1
+        self.committed = min(self.committed, plan.generation - 1)
+        self.replicated = plan.generation
+        self.plan = plan
+        if self.state == "built":
+            self._carry_out(plan)
+        elif self.state == "out":
+            self._go(self.world.clock.about(0.005), self._carry_out, plan)
+
+    def _carry_out(self, plan: m.Resume) -> None:
+        if plan.membership.version <= self.over:
+            return
+        if self.state == "built":  # it joins with nothing
+            self.generation, self.dirty = -1, True
+        self.state, self.version = "training", plan.membership.version
+        self._enter_rebuild(plan)
+
+    def _enter_rebuild(self, plan: m.Resume) -> None:
+        epoch = self._epoch
+        assert self.rank is not None
+        self.world.rendezvous.enter(
+            (self.version, "rebuild", 0, None), self.world.everyone, self.rank, plan.generation, self.node,
+            lambda: self._restore(plan) if self._epoch == epoch else None,
+        )
+
+    def _restore(self, plan: m.Resume) -> None:
+        rerun = max(0, self.generation - plan.generation)
+        if self.dirty or self.generation != plan.generation:
+            snapshot = self.own.get(plan.generation % 2)
+            self.world.checkers.on_restore(self, snapshot, plan)
+            assert snapshot is not None
+            self.content = snapshot.content
+        self.generation, self.dirty, self.between_steps = plan.generation, False, False
+        self._enter("parameters", plan.generation, lambda: self._restored(rerun))
+
+    def _restored(self, rerun: int) -> None:
+        assert self.rank is not None
+        self.world.checkers.on_restored(self)
+        self._first_step_due = True
+        self.agent.say(m.Restored(self.version, self.rank, 0.1, 0.1, 1, rerun))
+        self.begin_step()
+
+
+class FakeAgent:
+    """One life of one node's agent."""
+
+    def __init__(self, world: Any, node: Node, incarnation: str, workers: int) -> None:
+        self.world = world
+        self.node = node
+        self.incarnation = incarnation
+        self.workers = [FakeWorker(self, i) for i in range(workers)]
+        self.replicas = ReplicaStore(RUN_ID, lambda wanted: None)
+        self.membership: m.Membership | None = None
+        self.version = 0  # of the membership that it takes part in: H2H traffic of another one is refused
+        self.ended = False
+        self._epoch = 0  # transfers of an ended membership are cancelled
+        self._replicated: dict[int, set[tuple[int, str]]] = {}
+        self._pushing: set[int] = set()
+        self._release_after: frozenset[int] | None = None
+        self._heard = world.clock.now
+        self._sequence = 0
+
+    def begin(self) -> None:
+        """Join; the workers become warm a while later."""
+        config = self.world.control.config
+        self.say(m.Join(m.PROTOCOL, config.run_id, config.token, self.node.name, self.incarnation, len(self.workers), self.incarnation))
+        for worker in self.workers:
+            self.node.after(self.world.clock.about(0.3), self.say, m.WorkerReady(worker.index, f"spare-store-{worker.index}"))
+        self._beat()
+
+    def say(self, message: m.FromAgent) -> None:
+        """To the coordinator."""
+        if not self.ended:
+            self.world.said(type(message))
+            self.world.uplinks[self.incarnation].send((self.incarnation, message))
+
+    def _beat(self) -> None:
+        if self.ended:
+            return
+        config = self.world.control.config
+        heard = max(self._heard, self.node.thawed_at)  # who stood still itself reads first what waits for it
+        if self.world.clock.now - heard > config.lease_s:
+            self.end()
+            return
+        self._sequence += 1
+        self.say(m.Heartbeat(self._sequence))
+        self.node.after(config.heartbeat_interval_s, self._beat)
+
+    def end(self) -> None:
+        """The process ends, its workers with it."""
+        self.ended = True
+        self.node.alive = False
+        self.world.connection_closed(self)
+
+    # ---- orders
+
+    def obey(self, message: m.FromCoordinator) -> None:
+        """One message of the coordinator."""
+        self._heard = self.world.clock.now
+        if self.ended:
+            return
+        orders: dict[type, Callable[[Any], None]] = {
+            m.Start: self._start, m.Halt: self._halt, m.Assign: self._assign, m.Resume: self._resume, m.Commit: self._commit,
+        }
+        if isinstance(message, m.Refused | m.Stop):
+            self.end()
+        elif type(message) in orders:
+            orders[type(message)](message)
+
+    def _start(self, message: m.Start) -> None:
+        self.membership, self.version = message.membership, message.membership.version
+        for rank, member in enumerate(message.membership.members):
+            if member.incarnation == self.incarnation:
+                self.workers[member.worker].rank = rank
+                self.workers[member.worker].start(self.version)
+
+    def _halt(self, message: m.Halt) -> None:
+        self.replicas.frozen = True
+        self._epoch += 1
+        self._pushing.clear()
+        for worker in self.workers:
+            if worker.rank is not None:
+                worker.halt(message.version)
+        self.say(m.ReplicaReport(message.version, self.replicas.generations()))
+
+    def _assign(self, message: m.Assign) -> None:
+        for worker, rank in zip(self.workers, message.ranks, strict=True):
+            worker.assign(rank, message.version)
+
+    def _resume(self, message: m.Resume) -> None:
+        self.membership, self.version = message.membership, message.membership.version
+        members = message.membership.members
+        self._release_after = frozenset(
+            r for r, h in enumerate(message.membership.holders) if members[h].incarnation == self.incarnation
+        )
+        missing = {w.rank for w in self.workers if w.rank is not None} & message.sources.keys()
+        left = {"count": len(missing)}
+        epoch = self._epoch
+
+        def fetched() -> None:
+            left["count"] -= 1
+            if left["count"] == 0 and self._epoch == epoch:
+                self._go_on(message)
+
+        if not missing:
+            self._go_on(message)
+        for worker in self.workers:
+            if worker.rank in missing:
+                self._fetch(worker, message, fetched)
+
+    def _go_on(self, plan: m.Resume) -> None:
+        for worker in self.workers:
+            if worker.rank is not None:
+                worker.resume(plan)
+        self.replicas.frozen = False
+        for worker in self.workers:
+            if worker.rank is None:
+                continue
+            holder = plan.membership.members[plan.membership.holders[worker.rank]]
+            if (plan.generation, holder.incarnation) in self._replicated.get(worker.rank, set()):
+                self._acknowledge(worker, plan.generation)
+            else:
+                self._push(worker, plan.generation)
+
+    def _commit(self, message: m.Commit) -> None:
+        for worker in self.workers:
+            if worker.rank is not None:
+                worker.committed = message.generation
+                worker.words_changed()
+        if self._release_after is not None and not self.replicas.frozen:
+            self.replicas.drop(self._release_after)
+            self._release_after = None
+
+    # ---- H2H
+
+    def _fetch(self, worker: FakeWorker, plan: m.Resume, done: Callable[[], None]) -> None:
+        assert worker.rank is not None
+        rank, generation, clock = worker.rank, plan.generation, self.world.clock
+        source: FakeAgent = self.world.agents[plan.sources[rank]]
+        epoch = self._epoch
+
+        def ask() -> None:
+            try:
+                slots, slot = source.replicas.find(rank, generation)
+            except HotSwapError as missing:
+                self.world.checkers.on_missing(plan, source, rank, missing)
+                return
+            content = slots.snapshots[slot].content
+            source.node.after(clock.about(self.world.h2h_s), lambda: self.node.after(clock.about(0.001), arrive, content))
+
+        def arrive(content: Content) -> None:
+            if self._epoch != epoch:
+                return
+            worker.own[generation % 2] = Snapshot(content, plan.membership.version)
+            done()
+
+        source.node.after(clock.about(0.002), ask)
+
+    def copies_changed(self) -> None:
+        """A copy is complete: send it to its holder."""
+        if self.replicas.frozen:
+            return
+        for worker in self.workers:
+            if worker.rank is not None and worker.copied > worker.replicated and worker.index not in self._pushing:
+                worker.replicated = worker.copied
+                self._push(worker, worker.copied)
+
+    def _push(self, worker: FakeWorker, generation: int) -> None:
+        assert worker.rank is not None and self.membership is not None
+        snapshot = worker.own.get(generation % 2)
+        if snapshot is None or snapshot.content.generation != generation:
+            return
+        self._pushing.add(worker.index)
+        holder = self.world.agents[self.membership.members[self.membership.holders[worker.rank]].incarnation]
+        Push(self, holder, worker, generation, snapshot, self._epoch).begin()
+
+    def accepts(self, version: int) -> bool:
+        """Whether a transfer that was begun under this membership may change what is held here."""
+        return version == self.version
+
+    def holds(self, header: Header) -> bool:
+        """Whether this very snapshot is here, whole: then its sender only did not hear so."""
+        return header.generation in self.replicas.generations().get(header.rank, ())
+
+    def cancelled(self, epoch: int) -> bool:
+        """Whether a transfer that began in `epoch` is to be given up."""
+        return self._epoch != epoch
+
+    def pushed(self, worker: FakeWorker, generation: int, holder: FakeAgent) -> None:
+        """The holder has said OKAY."""
+        assert worker.rank is not None
+        self._pushing.discard(worker.index)
+        self._replicated.setdefault(worker.rank, set()).add((generation, holder.incarnation))
+        self._acknowledge(worker, generation)
+        self.copies_changed()
+
+    def _acknowledge(self, worker: FakeWorker, generation: int) -> None:
+        assert worker.rank is not None
+        self.world.checkers.on_acknowledged(self, worker.rank, generation)
+        worker.acknowledged = generation
+        self.say(m.Acknowledged(worker.rank, generation, self.version))
+        worker.words_changed()
+
+
+class Push:
+    """One transfer of a snapshot to its holder: announce, body, answer. Each stage may find either side changed or gone."""
+
+    def __init__(self, agent: FakeAgent, holder: FakeAgent, worker: FakeWorker, generation: int, snapshot: Snapshot, epoch: int) -> None:
+        assert worker.rank is not None
+        self.agent, self.holder, self.worker, self.generation, self.snapshot, self.epoch = agent, holder, worker, generation, snapshot, epoch
+        self.version = agent.version
+        self.clock = agent.world.clock
+        self.header = Header(RUN_ID, worker.rank, generation, bytes(32), 0, 1, 0)
+        self.slot: int | None = None
+        self.known = False  # the holder has this very snapshot: its bytes are read and dropped
+
+    def begin(self) -> None:
+        """The header is on its way."""
+        self.holder.node.after(self.clock.about(0.001), self._reserve)
+
+    def _reserve(self) -> None:
+        if self.holder.ended or self._refused():
+            return
+        try:
+            self.known = self.agent.world.holders_look and self.holder.holds(self.header)
+            if not self.known:
+                self.agent.world.checkers.on_reserve(self.agent, self.holder, self.header)
+                _, self.slot = self.holder.replicas.reserve(self.header, SLOT_BYTES)
+        except HotSwapError:
+            self._again()
+            return
+        self.agent.node.after(self.clock.about(self.agent.world.h2h_s), self._sent)
+
+    def _refused(self) -> bool:
+        if self.holder.accepts(self.version):
+            return False
+        self._again()
+        return True
+
+    def _sent(self) -> None:
+        """The sender has handed over the last byte, unless it was halted before (half the time it was done already)."""
+        if self.agent.cancelled(self.epoch) and self.clock.rng.random() < 0.5:
+            return
+        whole = self.worker.own.get(self.generation % 2) is self.snapshot
+        self.holder.node.after(self.clock.about(0.001), self._arrived, whole)
+
+    def _arrived(self, whole: bool) -> None:
+        if self.holder.ended or self._refused():
+            return
+        if not whole:  # the slot changed under the transfer: the checksum does not match
+            self._again()
+            return
+        if self.known:
+            self.agent.node.after(self.clock.about(0.001), self._okay)
+            return
+        try:
+            assert self.slot is not None
+            slots = self.holder.replicas._slots[self.header.rank]
+            self.holder.replicas.complete(self.header, self.slot)
+            slots.snapshots[self.slot] = Snapshot(self.snapshot.content, self.version)
+        except (HotSwapError, KeyError):
+            self._again()
+            return
+        self.agent.node.after(self.clock.about(0.001), self._okay)
+
+    def _okay(self) -> None:
+        if not self.agent.cancelled(self.epoch):
+            self.agent.pushed(self.worker, self.generation, self.holder)
+
+    def _again(self) -> None:
+        self.agent.node.after(PUSH_RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        if not self.agent.cancelled(self.epoch):
+            self.begin()

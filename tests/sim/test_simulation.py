@@ -1,0 +1,192 @@
+"""The real Control, plan and ReplicaStore under thousands of schedules of faults; and each planted bug is found.
+
+More schedules: DEADPOOL_SIM_SCHEDULES=200000 pytest tests/sim. A failure prints its seed; repeat it with
+`python tests/sim/sim_driver.py SEED`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+from unittest import mock
+
+import pytest
+from megatron.hotswap.control.state import Control
+from megatron.hotswap.recovery import plan
+from sim_driver import Violation, simulate
+from sim_fakes import FakeAgent, FakeWorker
+
+SCHEDULES = int(os.environ.get("DEADPOOL_SIM_SCHEDULES", "2000"))
+PLANTED_WITHIN = 4000
+
+
+def test_no_schedule_breaks_a_guarantee():
+    """Guarantees 1 to 5, and: every run trains to the end or ends with a reason that is true."""
+    endings = collections.Counter()
+    for seed in range(SCHEDULES):
+        outcome = simulate(seed)
+        endings[outcome.exit_code] += 1
+        endings["second failure"] += outcome.versions > 2
+        endings["recovered"] += outcome.swaps > 0
+    print(dict(endings))
+    # The schedules reach what they are meant to reach: each ending, and failures during a recovery.
+    assert all(endings[kind] > SCHEDULES // 50 for kind in (0, 1, 75, "second failure", "recovered")), endings
+
+
+def test_a_seed_repeats_itself():
+    """A failure can be looked at: the same seed is the same run."""
+    assert [dataclasses.asdict(simulate(s)) for s in range(20)] == [dataclasses.asdict(simulate(s)) for s in range(20)]
+
+
+def own_acknowledgement_is_enough():
+    """Slot reused too early: a rank waits for its own holder only, not for the commit of all."""
+    return mock.patch.object(FakeWorker, "await_commit", lambda self, generation, then: then())
+
+
+def no_fence():
+    """Slot reused too early: main parameters change before the replica of the last generation is acknowledged."""
+
+    def fence(self):
+        step = self.generation
+        self._wait(lambda: self.copied >= step, self._optimizer)
+
+    return mock.patch.object(FakeWorker, "fence", fence)
+
+
+def no_wait_for_the_copy():
+    """Main parameters change while they are copied: a torn snapshot."""
+
+    def fence(self):
+        step = self.generation
+        self._wait(lambda: self.acknowledged >= step - 1, self._optimizer)
+
+    return mock.patch.object(FakeWorker, "fence", fence)
+
+
+def stale_transfer_accepted():
+    """Stale version accepted, H2H: a node that was given up comes back and pushes."""
+    return mock.patch.object(FakeAgent, "accepts", lambda self, version: True)
+
+
+def same_snapshot_overwritten():
+    """A holder that has a snapshot already takes it again into the same slot: for a while it is nowhere else."""
+    return mock.patch.object(FakeAgent, "holds", lambda self, header: False)
+
+
+def without_version(handler):
+    """A handler that takes every version for the present one."""
+    original = getattr(Control, handler)
+
+    def careless(self, incarnation, event, now):
+        offset = 1 if handler in ("_halt_report", "_replica_report") else 0
+        return original(self, incarnation, type(event)(**{**event_fields(event), "version": self.version - offset}), now)
+
+    return careless
+
+
+def event_fields(event):
+    return {name: getattr(event, name) for name in event.__struct_fields__}
+
+
+def stale_acknowledgement_accepted():
+    """Stale version accepted, control: an acknowledgement of an old membership counts."""
+    return patch_transition("_acknowledged", without_version("_acknowledged"))
+
+
+def stale_restored_accepted():
+    """Stale version accepted, control: a rank that restored in an old membership counts as restored."""
+    return patch_transition("_restored", without_version("_restored"))
+
+
+def stale_error_accepted():
+    """Stale version accepted, control: an error of an old membership ends the new one."""
+    return patch_transition("_worker_error", without_version("_worker_error"))
+
+
+def fenced_agents_are_heard():
+    """A node that was given up is let in again under its old identity."""
+
+    def handle(self, incarnation, event, now):
+        self.fenced.clear()
+        return ORIGINAL_HANDLE(self, incarnation, event, now)
+
+    return mock.patch.object(Control, "handle", handle)
+
+
+def newest_of_anybody():
+    """The plan takes the newest generation that some rank has, not that all have."""
+
+    def choose(holdings, replicas):
+        choice = ORIGINAL_CHOOSE(holdings, replicas)
+        newest = max((g for h in holdings for g in h.own), default=None)
+        return choice if isinstance(choice, str) or newest is None else dataclasses.replace(choice, generation=newest)
+
+    return mock.patch.object(plan, "choose", choose)
+
+
+def commit_not_said_again():
+    """After a swap the generation that all go back to is not announced as committed once its new holders have it."""
+
+    def resume(self, choice, now):
+        before = self.committed
+        decisions = ORIGINAL_RESUME(self, choice, now)
+        self.committed = min(before, choice.generation)
+        return decisions
+
+    return mock.patch.object(Control, "_resume", resume)
+
+
+def late_spare_is_waited_for():
+    """The plan waits for the replica report of a spare that joined after the halt, which never comes."""
+
+    def unreported(self):
+        return [i for i in self._member_agents() if i not in self.replica_reports]
+
+    def give_up(self, now):
+        with mock.patch.object(Control, "_unreported", lambda self: []):
+            return ORIGINAL_GIVE_UP(self, now)
+
+    return mock.patch.multiple(Control, _unreported=unreported, _give_up_silent_ranks=give_up)
+
+
+def patch_transition(name, handler):
+    from megatron.hotswap.control import state
+
+    original = getattr(Control, name)
+    table = {key: handler if value is original else value for key, value in state._TRANSITIONS.items()}
+    return mock.patch.dict(state._TRANSITIONS, table)
+
+
+ORIGINAL_HANDLE = Control.handle
+ORIGINAL_CHOOSE = plan.choose
+ORIGINAL_RESUME = Control._resume
+ORIGINAL_GIVE_UP = Control._give_up_silent_ranks
+
+PLANTED = [
+    (own_acknowledgement_is_enough, "guarantee 4"),
+    (no_fence, "guarantee"),
+    (no_wait_for_the_copy, "guarantee 2"),
+    (stale_transfer_accepted, "guarantee 4"),
+    (same_snapshot_overwritten, "guarantee 4"),
+    (stale_acknowledgement_accepted, "guarantee"),
+    (stale_restored_accepted, "guarantee 1"),
+    (fenced_agents_are_heard, "guarantee 1"),
+    (newest_of_anybody, "guarantee"),
+    (commit_not_said_again, "ending"),
+    (late_spare_is_waited_for, "ending"),
+]
+
+
+@pytest.mark.parametrize(("bug", "says"), PLANTED, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_planted_bug_is_found(bug, says):
+    """The simulator can fail: each kind of bug breaks a guarantee within a few thousand schedules."""
+    with bug():
+        for seed in range(PLANTED_WITHIN):
+            try:
+                simulate(seed)
+            except Violation as found:
+                print(f"found by seed {seed}: {found}")
+                assert says in str(found)
+                return
+    pytest.fail(f"{bug.__doc__} was not found in {PLANTED_WITHIN} schedules")
