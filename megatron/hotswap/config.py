@@ -45,25 +45,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("hot-swap", "survive the loss of nodes (Deadpool)")
     add = group.add_argument
     add("--hot-swap", action="store_true", help="keep training through the loss of nodes")
-    add("--hot-swap-run-dir", type=Path, default=Path("runs/latest"), metavar="DIR",
-        help="where steps.jsonl, events.jsonl, summary.json and logs go (default: %(default)s)")
-    add("--hot-swap-lease-s", type=float, default=3.0, metavar="S",
-        help="a node that is silent for this long is given up (default: %(default)s)")
-    add("--hot-swap-heartbeat-interval-s", type=float, default=0.5, metavar="S",
-        help="how often an agent says that it lives (default: %(default)s)")
-    add("--hot-swap-collective-timeout-s", type=float, default=20.0, metavar="S",
+    add(
+        "--hot-swap-run-dir",
+        type=Path,
+        default=Path("runs/latest"),
+        metavar="DIR",
+        help="where steps.jsonl, events.jsonl, summary.json and logs go (default: %(default)s)",
+    )
+    add(
+        "--hot-swap-lease-s",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="a node that is silent for this long is given up (default: %(default)s)",
+    )
+    add(
+        "--hot-swap-heartbeat-interval-s",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="how often an agent says that it lives (default: %(default)s)",
+    )
+    add(
+        "--hot-swap-collective-timeout-s",
+        type=float,
+        default=20.0,
+        metavar="S",
         help="timeout of gloo groups, the last means to end a collective that cannot be aborted; must exceed the longest "
-             "wait between ranks, such as a checkpoint that one rank writes (default: %(default)s)")
-    add("--hot-swap-halt-timeout-s", type=float, default=45.0, metavar="S",
-        help="a survivor that is not out of its step this long after the halt is given up (default: %(default)s)")
-    add("--hot-swap-resume-timeout-s", type=float, default=180.0, metavar="S",
-        help="a rank that has not restored its state this long after the plan is given up (default: %(default)s)")
-    add("--hot-swap-wait-for-spare-s", type=float, default=60.0, metavar="S",
-        help="how long a rank without a spare is waited for before the job ends with code 75 (default: %(default)s)")
-    add("--hot-swap-host-memory-max-bytes", type=int, default=None, metavar="BYTES",
-        help="most host memory that a node's slots may take (default: what the node has available)")
-    add("--hot-swap-interface", default=None, metavar="ADDRESS",
-        help="address of the network interface that snapshots travel over (default: the one that reaches the coordinator)")
+        "wait between ranks, such as a checkpoint that one rank writes (default: %(default)s)",
+    )
+    add(
+        "--hot-swap-halt-timeout-s",
+        type=float,
+        default=45.0,
+        metavar="S",
+        help="a survivor that is not out of its step this long after the halt is given up (default: %(default)s)",
+    )
+    add(
+        "--hot-swap-resume-timeout-s",
+        type=float,
+        default=180.0,
+        metavar="S",
+        help="a rank that has not restored its state this long after the plan is given up (default: %(default)s)",
+    )
+    add(
+        "--hot-swap-wait-for-spare-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long a rank without a spare is waited for before the job ends with code 75 (default: %(default)s)",
+    )
+    add(
+        "--hot-swap-host-memory-max-bytes",
+        type=int,
+        default=None,
+        metavar="BYTES",
+        help="most host memory that a node's slots may take (default: what the node has available)",
+    )
+    add(
+        "--hot-swap-interface",
+        default=None,
+        metavar="ADDRESS",
+        help="address of the network interface that snapshots travel over (default: the one that reaches the coordinator)",
+    )
     return parser
 
 

@@ -72,7 +72,11 @@ def agent() -> AgentEnvironment:
         )
     env = os.environ
     return AgentEnvironment(
-        env["DEADPOOL_COORDINATOR"], env["DEADPOOL_RUN_ID"], env["DEADPOOL_TOKEN"], env["DEADPOOL_NODE"], int(env["DEADPOOL_WORKERS"])
+        env["DEADPOOL_COORDINATOR"],
+        env["DEADPOOL_RUN_ID"],
+        env["DEADPOOL_TOKEN"],
+        env["DEADPOOL_NODE"],
+        int(env["DEADPOOL_WORKERS"]),
     )
 
 

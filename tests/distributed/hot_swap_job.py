@@ -45,18 +45,30 @@ GRIDS = {
         GridCase("tp2-dp2", 2, 2, "--tensor-model-parallel-size 2 --use-distributed-optimizer"),
         GridCase("pp2-dp2", 2, 2, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
         GridCase(
-            "tp2-pp2-dp2", 4, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+            "tp2-pp2-dp2",
+            4,
+            2,
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer",
         ),
         GridCase(
-            "vpp", 2, 2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer"
+            "vpp",
+            2,
+            2,
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer",
         ),
         GridCase(
-            "ep2-dp2", 2, 2, "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather "
-            "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --use-distributed-optimizer"
+            "ep2-dp2",
+            2,
+            2,
+            "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather "
+            "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --use-distributed-optimizer",
         ),
         GridCase(
-            "bf16-overlap", 2, 2, "--tensor-model-parallel-size 2 --bf16 --use-distributed-optimizer --overlap-grad-reduce "
-            "--overlap-param-gather"
+            "bf16-overlap",
+            2,
+            2,
+            "--tensor-model-parallel-size 2 --bf16 --use-distributed-optimizer --overlap-grad-reduce "
+            "--overlap-param-gather",
         ),
         GridCase("no-distributed-optimizer", 2, 2, "--tensor-model-parallel-size 2"),
     )
@@ -91,17 +103,31 @@ def argv(case: GridCase, iterations: int, save: Path | None, extra: str = "") ->
     """The Megatron command line of a case. Rates do not depend on the number of steps, so runs of different length agree."""
     flags = f"{_MODEL} --train-iters {iterations} --lr-decay-iters 200 --eval-interval {EVERY} {case.flags} {extra}"
     saving = ["--save", str(save), "--save-interval", str(EVERY)] if save is not None else []
-    return [*flags.split(), "--hot-swap-wait-for-spare-s", "300", *saving]
+    deadlines = "--hot-swap-wait-for-spare-s 300 --hot-swap-lease-s 6 --hot-swap-collective-timeout-s 60 --hot-swap-halt-timeout-s 120"
+    return [*flags.split(), *deadlines.split(), *saving]
 
 
 def run_job(
-    case: GridCase, run_dir: Path, command: list[str], *, spares: int = 0, faults: Sequence[Scheduled] = (), **launch: Any
+    case: GridCase,
+    run_dir: Path,
+    command: list[str],
+    *,
+    spares: int = 0,
+    faults: Sequence[Scheduled] = (),
+    **launch: Any,
 ) -> dict[str, Any]:
     """Run a job to its end; returns its summary. A killed node comes back as the next spare."""
     os.environ["PYTHONPATH"] = str(ROOT)
     job = Launch(
-        case.nodes, case.ranks_per_node, spares, str(ROOT / "pretrain_gpt.py"), command, run_dir, faults=list(faults),
-        return_lost_nodes_after_s=launch.pop("return_lost_nodes_after_s", 0.0 if faults else None), **launch,
+        case.nodes,
+        case.ranks_per_node,
+        spares,
+        str(ROOT / "pretrain_gpt.py"),
+        command,
+        run_dir,
+        faults=list(faults),
+        return_lost_nodes_after_s=launch.pop("return_lost_nodes_after_s", 0.0 if faults else None),
+        **launch,
     )
     code = asyncio.run(run(job))
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())

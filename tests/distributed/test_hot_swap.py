@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from hot_swap_job import GRIDS, PHASES, Fault, argv, events, run_job, schedule, steps, validation_losses
 
 FULL = os.environ.get("DEADPOOL_FULL_MATRIX") == "1"
@@ -45,7 +44,9 @@ def test_every_step_is_that_of_an_undisturbed_run(name: str, tmp_path: Path) -> 
     faults = faults_of(list(GRIDS).index(name), name)
     planned, iterations = schedule(faults, case.world_size)
     run_job(case, tmp_path / "reference", argv(case, iterations, tmp_path / "checkpoints"))
-    summary = run_job(case, tmp_path / "disturbed", argv(case, iterations, tmp_path / "others"), spares=1, faults=planned)
+    summary = run_job(
+        case, tmp_path / "disturbed", argv(case, iterations, tmp_path / "others"), spares=1, faults=planned
+    )
     assert summary["exit_code"] == 0, summary["ended"]
     assert len(summary["recoveries"]) == len(faults)
     for fault, recovery in zip(faults, summary["recoveries"], strict=True):

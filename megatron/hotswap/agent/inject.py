@@ -15,8 +15,14 @@ INJECTIONS_FILE = "injections.jsonl"
 
 def strike(injection: Injection, run_dir: Path, agent_pid: int, worker_pid: int) -> None:
     """Do it now. The time is written first, since nobody is left to write it afterwards: detection is measured from it."""
-    line = {"t": time.time(), "node": injection.node, "action": injection.action, "scope": injection.scope,
-            "step": injection.at_step, "phase": injection.phase}
+    line = {
+        "t": time.time(),
+        "node": injection.node,
+        "action": injection.action,
+        "scope": injection.scope,
+        "step": injection.at_step,
+        "phase": injection.phase,
+    }
     fd = os.open(run_dir / INJECTIONS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(fd, (json.dumps(line) + "\n").encode())
     os.close(fd)

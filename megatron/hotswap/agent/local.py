@@ -74,8 +74,17 @@ class Strike(_Local, frozen=True):
 
 
 FromWorker = (
-    NeedSlots | NewStore | Strike | m.WorkerReady | m.StepDone | m.WorkerError | m.HaltReport | m.Restored | m.FirstStep
-    | m.Finished | m.Note
+    NeedSlots
+    | NewStore
+    | Strike
+    | m.WorkerReady
+    | m.StepDone
+    | m.WorkerError
+    | m.HaltReport
+    | m.Restored
+    | m.FirstStep
+    | m.Finished
+    | m.Note
 )
 FromAgent = Given | SlotsGiven | NoSlots | Plan | m.Halt | m.Arm | m.Stop
 
@@ -105,8 +114,6 @@ class Link:
         if not data:
             raise EOFError("the other end of the link is gone")
         return self._decoder.decode(data), tuple(fds)
-
-
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -39,7 +39,13 @@ _PUSH_RETRY_S = 0.1
 class Agent:
     """One node's (or one task's) agent. `run` returns the exit code."""
 
-    def __init__(self, config: HotSwapConfig, place: environment.AgentEnvironment, command: Sequence[str], worker_env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        config: HotSwapConfig,
+        place: environment.AgentEnvironment,
+        command: Sequence[str],
+        worker_env: dict[str, str],
+    ) -> None:
         self.config = config
         self.place = place
         self.incarnation = f"{place.node}-{uuid.uuid4().hex[:8]}"
@@ -68,9 +74,22 @@ class Agent:
         address = await self._transport.serve(self._replicas)
         for index in range(self.place.workers):
             self._start_worker(index)
-        self._say(m.Join(m.PROTOCOL, self.place.run_id, self.place.token, self.place.node, self.incarnation, self.place.workers, address))
+        self._say(
+            m.Join(
+                m.PROTOCOL,
+                self.place.run_id,
+                self.place.token,
+                self.place.node,
+                self.incarnation,
+                self.place.workers,
+                address,
+            )
+        )
         self._heard_s = loop.time()
-        tasks = [loop.create_task(self._guard(t)) for t in (self._talk(), self._beat(), self._watch_copies(), self._watch_lives())]
+        tasks = [
+            loop.create_task(self._guard(t))
+            for t in (self._talk(), self._beat(), self._watch_copies(), self._watch_lives())
+        ]
         try:
             return await self._exit
         finally:
@@ -84,7 +103,10 @@ class Agent:
     def _start_worker(self, index: int) -> None:
         log = self.config.run_dir / "logs" / f"{self.place.node}-{self.incarnation[-8:]}-{index}.log"
         place: dict[str, str | int] = {
-            "run_id": self.place.run_id, "node": self.place.node, "workers": self.place.workers, "address": self._interface,
+            "run_id": self.place.run_id,
+            "node": self.place.node,
+            "workers": self.place.workers,
+            "address": self._interface,
         }
         worker = WorkerProcess(index, self._command, log, place, self._worker_env)
         self._workers.append(worker)
@@ -121,14 +143,18 @@ class Agent:
     async def _talk(self) -> None:
         async with grpc.aio.insecure_channel(self.place.coordinator, options=wire.OPTIONS) as channel:
             call = channel.stream_stream(
-                f"/{wire.SERVICE}/{wire.AGENT_STREAM}", request_serializer=wire.encode, response_deserializer=wire.decode_from_coordinator
+                f"/{wire.SERVICE}/{wire.AGENT_STREAM}",
+                request_serializer=wire.encode,
+                response_deserializer=wire.decode_from_coordinator,
             )(self._outgoing())
             try:
                 async for message in call:
                     self._heard_s = asyncio.get_running_loop().time()
                     self._obey(message)
             except grpc.aio.AioRpcError as broken:
-                raise Fenced(f"the connection to the coordinator broke: {broken.code().name} {broken.details()}") from broken
+                raise Fenced(
+                    f"the connection to the coordinator broke: {broken.code().name} {broken.details()}"
+                ) from broken
         raise Fenced("the coordinator closed the connection")
 
     async def _outgoing(self) -> AsyncIterator[m.FromAgent]:
@@ -152,8 +178,16 @@ class Agent:
 
     def _obey(self, message: Any) -> None:
         orders: dict[type, Callable[[Any], None]] = {
-            m.Welcome: self._welcome, m.Refused: self._refused, m.Start: self._start, m.Halt: self._halt, m.Assign: self._assign,
-            m.Resume: self._resume, m.Commit: self._commit, m.Arm: self._arm, m.Alive: lambda _: None, m.Stop: self._stop,
+            m.Welcome: self._welcome,
+            m.Refused: self._refused,
+            m.Start: self._start,
+            m.Halt: self._halt,
+            m.Assign: self._assign,
+            m.Resume: self._resume,
+            m.Commit: self._commit,
+            m.Arm: self._arm,
+            m.Alive: lambda _: None,
+            m.Stop: self._stop,
         }
         orders[type(message)](message)
 
@@ -171,7 +205,12 @@ class Agent:
         for rank, member in enumerate(message.membership.members):
             if member.incarnation == self.incarnation:
                 self._give_rank(
-                    self._workers[member.worker], rank, len(message.membership.members), message.membership.version, message.store, fake=False
+                    self._workers[member.worker],
+                    rank,
+                    len(message.membership.members),
+                    message.membership.version,
+                    message.store,
+                    fake=False,
                 )
 
     def _assign(self, message: m.Assign) -> None:
@@ -181,7 +220,9 @@ class Agent:
         for worker, rank in zip(self._workers, message.ranks, strict=True):
             self._give_rank(worker, rank, message.world_size, message.version, "", fake=True)
 
-    def _give_rank(self, worker: WorkerProcess, rank: int, world_size: int, version: int, store: str, fake: bool) -> None:
+    def _give_rank(
+        self, worker: WorkerProcess, rank: int, world_size: int, version: int, store: str, fake: bool
+    ) -> None:
         worker.rank = rank
         self._tell(worker, local.Given(rank, world_size, worker.index, self.place.workers, version, store, fake))
 
@@ -199,8 +240,16 @@ class Agent:
     def _resume(self, message: m.Resume) -> None:
         before, self._membership = self._membership, message.membership
         self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))
-        if before is None or before.holders != message.membership.holders or before.members != message.membership.members:
-            mine = {r for r, h in enumerate(message.membership.holders) if message.membership.members[h].incarnation == self.incarnation}
+        if (
+            before is None
+            or before.holders != message.membership.holders
+            or before.members != message.membership.members
+        ):
+            mine = {
+                r
+                for r, h in enumerate(message.membership.holders)
+                if message.membership.members[h].incarnation == self.incarnation
+            }
             self._release_after = frozenset(mine)
 
     async def _go_on(self, plan: m.Resume) -> None:
@@ -237,7 +286,9 @@ class Agent:
         worker.control.set(Word.COPIED, plan.generation + 1)
         worker.control.set(Word.ACKNOWLEDGED, plan.generation)
         worker.control.set(Word.COMMITTED, min(worker.control.get(Word.COMMITTED), plan.generation))
-        self._tell(worker, local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched))
+        self._tell(
+            worker, local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched)
+        )
 
     def _reserve_own(self, worker: WorkerProcess, header: Header, slot_bytes: int) -> tuple[Slots, int]:
         if worker.slots is None:
@@ -299,14 +350,21 @@ class Agent:
             if worker.layout_hash == wanted.layout_hash:
                 self._tell(worker, local.SlotsGiven(worker.slots.slot_bytes, OWN_SLOTS), (worker.slots.fd,))
             else:
-                self._tell(worker, local.NoSlots(
-                    f"the snapshot fetched for rank {worker.rank} has another layout than the model built here: the nodes do not "
-                    "run the same program; install the same versions and give the same flags everywhere"
-                ))
+                self._tell(
+                    worker,
+                    local.NoSlots(
+                        f"the snapshot fetched for rank {worker.rank} has another layout than the model built here: the nodes do not "
+                        "run the same program; install the same versions and give the same flags everywhere"
+                    ),
+                )
             return
         try:
             # Replicas for other ranks will need as much again; a refusal must come before training starts.
-            require_room(slot_bytes * (OWN_SLOTS + REPLICA_SLOTS) * len(self._workers), self.config.host_memory_max_bytes, self.place.node)
+            require_room(
+                slot_bytes * (OWN_SLOTS + REPLICA_SLOTS) * len(self._workers),
+                self.config.host_memory_max_bytes,
+                self.place.node,
+            )
             self._require_room(slot_bytes * OWN_SLOTS)
         except UsageError as refusal:
             self._tell(worker, local.NoSlots(str(refusal)))
@@ -352,16 +410,25 @@ class Agent:
         worker.replicated = generation
         task = asyncio.get_running_loop().create_task(self._guard(self._replicate(worker, generation)))
         self._pushes[worker.index] = task
-        task.add_done_callback(lambda done: self._pushes.pop(worker.index, None) if self._pushes.get(worker.index) is done else None)
+        task.add_done_callback(
+            lambda done: self._pushes.pop(worker.index, None) if self._pushes.get(worker.index) is done else None
+        )
 
     async def _replicate(self, worker: WorkerProcess, generation: int) -> None:
-        assert worker.slots is not None and worker.rank is not None and worker.layout_hash is not None and self._membership is not None
+        assert (
+            worker.slots is not None
+            and worker.rank is not None
+            and worker.layout_hash is not None
+            and self._membership is not None
+        )
         slots, slot, membership = worker.slots, generation % OWN_SLOTS, self._membership
         metadata_bytes = worker.control.get(Word.METADATA_BYTES_0 + slot)
         payload_bytes = slots.slot_bytes - HEADER_BYTES - worker.metadata_room_bytes
         loop = asyncio.get_running_loop()
         crc = await loop.run_in_executor(None, slots.checksum, slot, metadata_bytes, payload_bytes)
-        header = Header(self.place.run_id, worker.rank, generation, worker.layout_hash, metadata_bytes, payload_bytes, crc)
+        header = Header(
+            self.place.run_id, worker.rank, generation, worker.layout_hash, metadata_bytes, payload_bytes, crc
+        )
         slots.write_header(slot, header)
         holder = membership.members[membership.holders[worker.rank]]
         await self._strike_in_transfer(worker, generation)

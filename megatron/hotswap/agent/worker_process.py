@@ -17,7 +17,9 @@ from .local import FromWorker, Link, pair
 class WorkerProcess:
     """A child that runs the training script. It dies with its agent (PR_SET_PDEATHSIG, set by the child)."""
 
-    def __init__(self, index: int, command: Sequence[str], log: Path, place: dict[str, str | int], extra_env: dict[str, str]) -> None:
+    def __init__(
+        self, index: int, command: Sequence[str], log: Path, place: dict[str, str | int], extra_env: dict[str, str]
+    ) -> None:
         self.index = index
         self.rank: int | None = None
         self.control = ControlBlock.create()

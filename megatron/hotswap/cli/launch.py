@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .. import config
 from ..control.state import ControlConfig, Phase
@@ -210,10 +211,10 @@ def _empty_run_dir(run_dir: Path) -> None:
         raise UsageError(f"--run-dir {run_dir} cannot be written: {failure}; give a directory of your own") from failure
 
 
-def running_job(run_dir: Path) -> dict[str, str | int] | None:
+def running_job(run_dir: Path) -> dict[str, Any] | None:
     """What job.json says of the job that runs there, or None: no file, or its process is gone."""
     try:
-        job: dict[str, str | int] = json.loads((run_dir / JOB_FILE).read_text())
+        job: dict[str, Any] = json.loads((run_dir / JOB_FILE).read_text())
         os.kill(int(job["pid"]), 0)
     except PermissionError:
         return job

@@ -35,7 +35,9 @@ class Coordinator:
     def __init__(self, config: ControlConfig, run_dir: Path, faults: list[Scheduled] | None = None) -> None:
         self.control = Control(config)
         self.recorder = Recorder(run_dir)
-        self.lost_nodes: asyncio.Queue[str] = asyncio.Queue()  # for a launcher that can end a node's ghosts, or bring it back
+        self.lost_nodes: asyncio.Queue[str] = (
+            asyncio.Queue()
+        )  # for a launcher that can end a node's ghosts, or bring it back
         self.ended = asyncio.Event()
         self.notices: list[Log] = []  # for whoever shows them
         self._faults = sorted(faults or [], key=lambda f: f.at_step)
@@ -85,7 +87,9 @@ class Coordinator:
 
     # ---- agents
 
-    async def _agent_stream(self, requests: AsyncIterator[m.FromAgent], context: Any) -> AsyncIterator[m.FromCoordinator]:
+    async def _agent_stream(
+        self, requests: AsyncIterator[m.FromAgent], context: Any
+    ) -> AsyncIterator[m.FromCoordinator]:
         first = await anext(aiter(requests))
         if not isinstance(first, m.Join):
             yield m.Refused(f"the first message must be Join, got {type(first).__name__} from {context.peer()}")
@@ -138,7 +142,12 @@ class Coordinator:
 
     def _arm_due(self, step: int) -> None:
         membership = self.control.membership
-        while self._faults and self._faults[0].at_step - _ARM_AHEAD_STEPS <= step and membership is not None and self.control.phase is Phase.TRAINING:
+        while (
+            self._faults
+            and self._faults[0].at_step - _ARM_AHEAD_STEPS <= step
+            and membership is not None
+            and self.control.phase is Phase.TRAINING
+        ):
             fault = self._faults.pop(0)
             member = membership.members[fault.rank]
             injection = m.Injection(fault.action, fault.scope, member.node, member.worker, fault.at_step, fault.phase)  # type: ignore[arg-type]
@@ -168,4 +177,13 @@ class Coordinator:
                 nodes[agent.node] = ranks
             elif agent.warm:
                 spares.append(agent.node)
-        return wire.Status(True, text, control.phase.value, control.version, control.committed, last.step if last else 0, nodes, sorted(spares))
+        return wire.Status(
+            True,
+            text,
+            control.phase.value,
+            control.version,
+            control.committed,
+            last.step if last else 0,
+            nodes,
+            sorted(spares),
+        )

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..recovery.execute import byte_tensor, load_random_state, random_state
@@ -53,7 +52,11 @@ class MegatronTrainer:
     """Implements recovery.execute.Trainer."""
 
     def __init__(
-        self, groups: Groups, parallel_state: ParallelState, collective_timeout: timedelta, rendezvous_timeout: timedelta
+        self,
+        groups: Groups,
+        parallel_state: ParallelState,
+        collective_timeout: timedelta,
+        rendezvous_timeout: timedelta,
     ) -> None:
         self._groups = groups
         self._parallel_state = parallel_state
@@ -119,7 +122,9 @@ class MegatronTrainer:
         self.consumed_train_samples = metadata["consumed_train_samples"]
         self.record = metadata["record"]
         self.scheduler.num_steps = metadata["scheduler"]
-        self.scheduler.step(increment=0)  # Megatron's own code sets the groups' learning rate and weight decay from num_steps
+        self.scheduler.step(
+            increment=0
+        )  # Megatron's own code sets the groups' learning rate and weight decay from num_steps
         distrib_optimizer.load_scalars(self.optimizer, metadata["optimizer"])
         get_cuda_rng_tracker().set_states({k: byte_tensor(v) for k, v in metadata["tracker"].items()})
         load_random_state(metadata["random"])
@@ -134,7 +139,9 @@ class MegatronTrainer:
 
         machine = get_rerun_state_machine()
         machine.state = RerunState.NOT_RUNNING_YET
-        machine.rerun_requested = machine.checkpoint_requested = machine.restart_again_requested = machine.continue_requested = False
+        machine.rerun_requested = machine.checkpoint_requested = machine.restart_again_requested = (
+            machine.continue_requested
+        ) = False
         for chunk in self.model:
             chunk.train()
             self._forget_buckets(chunk)
@@ -244,6 +251,7 @@ def local_sizes() -> dict[str, int]:
     from megatron.training import get_args
 
     args = get_args()
-    return {"samples": mpu.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches(), "tokens": args.seq_length}
-
-
+    return {
+        "samples": mpu.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches(),
+        "tokens": args.seq_length,
+    }

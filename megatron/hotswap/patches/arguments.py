@@ -50,4 +50,6 @@ def require_covered(args: Namespace) -> None:
     }
     given = [flag for flag, on in uncovered.items() if on]
     if given:
-        raise UsageError(f"--hot-swap does not cover {', '.join(given)} yet; train without the flag or without --hot-swap")
+        raise UsageError(
+            f"--hot-swap does not cover {', '.join(given)} yet; train without the flag or without --hot-swap"
+        )

@@ -153,8 +153,10 @@ def load_scalars(optimizer: Any, saved: list[dict[str, Any]]) -> None:
                 inner.state[p].update(values)
         if kept["scaler"] is not None:
             part.grad_scaler.load_state_dict(
-                {k: torch.tensor([v], dtype=torch.float, device=torch.cuda.current_device()) if k == "scale" else v
-                 for k, v in kept["scaler"].items()}
+                {
+                    k: torch.tensor([v], dtype=torch.float, device=torch.cuda.current_device()) if k == "scale" else v
+                    for k, v in kept["scaler"].items()
+                }
             )
 
 
@@ -196,5 +198,6 @@ def forget_first_use(optimizer: Any) -> None:
 def step_proves_commit(optimizer: Any, world_size: int) -> bool:
     """Whether every step's gradient norm is reduced over the whole world, behind each rank's fence (design, section 4)."""
     return all(
-        part.config.clip_grad > 0 and part.get_grad_stats_parallel_group().size() == world_size for part in optimizers(optimizer)
+        part.config.clip_grad > 0 and part.get_grad_stats_parallel_group().size() == world_size
+        for part in optimizers(optimizer)
     )

@@ -123,7 +123,12 @@ class HotSwap:
         self._trainer.start_iteration = metadata["start_iteration"]
         self._trainer.built_generation = generation
         # The snapshot was taken at the end of the step; this rank begins after the evaluation that followed it.
-        evaluated = margs.do_valid and margs.eval_interval and generation > self._trainer.start_iteration and generation % margs.eval_interval == 0
+        evaluated = (
+            margs.do_valid
+            and margs.eval_interval
+            and generation > self._trainer.start_iteration
+            and generation % margs.eval_interval == 0
+        )
         if evaluated and (margs.start_eval_at_iter is None or generation >= margs.start_eval_at_iter):
             batch = getattr(margs, "eval_global_batch_size", None) or margs.global_batch_size
             metadata["consumed_valid_samples"] += margs.eval_iters * batch

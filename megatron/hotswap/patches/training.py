@@ -147,7 +147,11 @@ class Sections:
         self._wrap_timers()
 
     def _wrap(
-        self, function: str, name: str, skipped: Callable[[Any, Any], Any], undo: Callable[[], Callable[[], None]] | None = None
+        self,
+        function: str,
+        name: str,
+        skipped: Callable[[Any, Any], Any],
+        undo: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         original = getattr(self._training, function)
 
@@ -219,7 +223,9 @@ class Sections:
                 loop = self._loop()
                 if not barrier or loop is None or loop.in_section is not None:
                     return _original(timer, barrier)
-                return loop.section(f"timer-{_name}", lambda: _original(timer, barrier), lambda: _original(timer, False))
+                return loop.section(
+                    f"timer-{_name}", lambda: _original(timer, barrier), lambda: _original(timer, False)
+                )
 
             setattr(Timer, name, timed)
 

@@ -81,7 +81,9 @@ class Snapshots:
         assert isinstance(answer, local.SlotsGiven) and self._session.rank is not None
         slots = Slots(fds[0], answer.slot_bytes, OWN_SLOTS)
         layout = replace(layout, metadata_room_bytes=answer.slot_bytes - HEADER_BYTES - layout.payload_bytes)
-        self.engine = SnapshotEngine(layout, slots, self._session.control, self._session.place.run_id, self._session.rank)
+        self.engine = SnapshotEngine(
+            layout, slots, self._session.control, self._session.place.run_id, self._session.rank
+        )
 
     def take(self, generation: int) -> None:
         """Begin the copy of the live state."""
@@ -110,7 +112,9 @@ def fail_setup(session: Session, reason: str) -> None:
 class Recovery:
     """The steps of a recovery, as the training thread takes them."""
 
-    def __init__(self, session: Session, aborter: Aborter, trainer: Trainer, snapshots: Snapshots, new_store: Callable[[], str]) -> None:
+    def __init__(
+        self, session: Session, aborter: Aborter, trainer: Trainer, snapshots: Snapshots, new_store: Callable[[], str]
+    ) -> None:
         self._session = session
         self._aborter = aborter
         self._trainer = trainer
@@ -191,7 +195,14 @@ class Recovery:
         self.serve_store()
         assert self._session.rank is not None
         self._session.say(
-            m.Restored(plan.version, self._session.rank, rebuilt - began, done - rebuilt, plan.fetched_bytes or restored_bytes, rerun)
+            m.Restored(
+                plan.version,
+                self._session.rank,
+                rebuilt - began,
+                done - rebuilt,
+                plan.fetched_bytes or restored_bytes,
+                rerun,
+            )
         )
 
     def restore(self, plan: local.Plan, position: Position) -> int:

@@ -101,15 +101,21 @@ class TcpTransport(Transport):
                 await self._send_slot(stream, b"PUSH", slots, slot, header)
                 verb = await stream.read(4)
                 text = await stream.read_text()
-            except BaseException as broken:  # cancellation too leaves a half-sent frame: the connection is of no more use
+            except (
+                BaseException
+            ) as broken:  # cancellation too leaves a half-sent frame: the connection is of no more use
                 self._drop(address)
                 if isinstance(broken, OSError):
                     raise PeerFault(f"the holder at {address} is gone: {broken}") from broken
                 raise
         if verb != b"OKAY":
-            raise PeerFault(f"the holder at {address} refused rank {header.rank}, generation {header.generation}: {text}")
+            raise PeerFault(
+                f"the holder at {address} refused rank {header.rank}, generation {header.generation}: {text}"
+            )
 
-    async def fetch(self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve) -> tuple[Slots, int, Header]:
+    async def fetch(
+        self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve
+    ) -> tuple[Slots, int, Header]:
         asked = Header(run_id, rank, generation, bytes(32), 0, 0, 0)
         stream = await self._connect(address)
         try:
@@ -231,7 +237,10 @@ class TcpTransport(Transport):
         raw = await stream.read(_FRAME_BYTES - 4)
         header = Header.unpack(raw[:HEADER_BYTES])
         (slot_bytes,) = _SIZE.unpack(raw[HEADER_BYTES:])
-        if slot_bytes and not HEADER_BYTES + header.metadata_bytes + header.payload_bytes <= slot_bytes <= _SLOT_BYTES_MAX:
+        if (
+            slot_bytes
+            and not HEADER_BYTES + header.metadata_bytes + header.payload_bytes <= slot_bytes <= _SLOT_BYTES_MAX
+        ):
             raise SnapshotMismatch(
                 f"a slot of {slot_bytes} bytes cannot hold {header.metadata_bytes} + {header.payload_bytes} bytes and a header"
             )

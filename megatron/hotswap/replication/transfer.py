@@ -37,7 +37,9 @@ class ReplicaStore:
             UsageError: there is no room.
         """
         if header.run_id != self._run_id:
-            raise SnapshotMismatch(f"a snapshot of run {header.run_id!r} was sent to run {self._run_id!r}; it is refused")
+            raise SnapshotMismatch(
+                f"a snapshot of run {header.run_id!r} was sent to run {self._run_id!r}; it is refused"
+            )
         if self.frozen:
             raise PeerFault("the membership is over; what is held here stays as it was reported until the plan is made")
         slots = self._slots.get(header.rank)
@@ -53,7 +55,9 @@ class ReplicaStore:
     def complete(self, header: Header, slot: int) -> None:
         """The snapshot is here and checked: it may be restored from."""
         if self.frozen:
-            raise PeerFault("the membership ended while this snapshot was under way; it was not reported and is not kept")
+            raise PeerFault(
+                "the membership ended while this snapshot was under way; it was not reported and is not kept"
+            )
         self._slots[header.rank].write_header(slot, header)
         self._complete[header.rank][slot] = header.generation
 
@@ -95,7 +99,9 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def fetch(self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve) -> tuple[Slots, int, Header]:
+    async def fetch(
+        self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve
+    ) -> tuple[Slots, int, Header]:
         """Bring a replica from the agent at `address` into memory that `reserve` gives.
 
         Raises:

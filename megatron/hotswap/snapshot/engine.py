@@ -62,7 +62,9 @@ class SnapshotEngine:
             ValueError: the tensors or the metadata are not those of the layout.
         """
         if len(metadata) > self.layout.metadata_room_bytes:
-            raise ValueError(f"metadata has {len(metadata)} bytes, the slot has room for {self.layout.metadata_room_bytes}")
+            raise ValueError(
+                f"metadata has {len(metadata)} bytes, the slot has room for {self.layout.metadata_room_bytes}"
+            )
         sources = self._addresses(tensors)
         slot = generation % OWN_SLOTS
         self._generations.pop(slot, None)
@@ -72,7 +74,12 @@ class SnapshotEngine:
         self._generations[slot] = generation
         queue, stream = self._queue_for(tensors)
         self._ticket = queue.submit(
-            sources, self._targets[slot], self._lengths, self._control.address(Word.COPIED), generation + 1, stream=stream
+            sources,
+            self._targets[slot],
+            self._lengths,
+            self._control.address(Word.COPIED),
+            generation + 1,
+            stream=stream,
         )
 
     def _queue_for(self, tensors: NamedTensors) -> tuple[deadpool_ext.CopyQueue, int | None]:
@@ -86,7 +93,9 @@ class SnapshotEngine:
             raise ValueError(f"the layout has {len(self.layout.tensors)} tensors, got {len(tensors)}")
         for spec, (name, tensor) in zip(self.layout.tensors, tensors, strict=True):
             if name != spec.name or tensor.numel() * tensor.element_size() != spec.length_bytes:
-                raise ValueError(f"the layout has {spec.name} of {spec.length_bytes} bytes here, got {name} {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"the layout has {spec.name} of {spec.length_bytes} bytes here, got {name} {tuple(tensor.shape)}"
+                )
         return np.array([t.data_ptr() for _, t in tensors], dtype=np.uint64)
 
     def complete(self) -> tuple[int, ...]:
@@ -113,7 +122,9 @@ class SnapshotEngine:
         while True:
             try:
                 header = self.slots.header(slot)
-                header.require(run_id=self._run_id, rank=self._rank, generation=generation, layout_hash=self.layout.hash)
+                header.require(
+                    run_id=self._run_id, rank=self._rank, generation=generation, layout_hash=self.layout.hash
+                )
                 break
             except SnapshotMismatch:
                 if time.monotonic() > deadline:

@@ -27,9 +27,18 @@ class Groups:
         self.fake = False  # build groups that never communicate (a spare's first start)
         self._timeout = collective_timeout
         self._created: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
-        self._held: list[tuple[dist.ProcessGroup | None, tuple[int, ...]]] | None = None  # what references point to, if not _created
+        self._held: list[tuple[dist.ProcessGroup | None, tuple[int, ...]]] | None = (
+            None  # what references point to, if not _created
+        )
 
-    def create(self, ranks: list[int] | None, backend: str | None, pg_options: Any, timeout: timedelta | None, description: str | None) -> Any:
+    def create(
+        self,
+        ranks: list[int] | None,
+        backend: str | None,
+        pg_options: Any,
+        timeout: timedelta | None,
+        description: str | None,
+    ) -> Any:
         """Create one group as torch.distributed.new_group does, and remember it if this rank is in it.
 
         gloo groups get a timeout of seconds: it is the last means to end a gloo collective, and it counts from when the wait
@@ -64,7 +73,9 @@ class Groups:
         create_all()
         new = [(dist.group.WORLD, ()), *self._created]
         if [ranks for _, ranks in self._held] != [ranks for _, ranks in new]:
-            raise HotSwapError("the rebuilt groups are not those of the old membership: a group was created after initialization")
+            raise HotSwapError(
+                "the rebuilt groups are not those of the old membership: a group was created after initialization"
+            )
         # From here on nothing can fail for a peer's sake. Were it not so, the next attempt would still begin at `_held`.
         old_groups = [group for group, _ in self._held]
         self._held = None
@@ -74,7 +85,9 @@ class Groups:
 def _require_known(known: list[Any]) -> None:
     ours = {id(group) for group in known}
     world = dist.group.WORLD  # of an attempt that was broken off, perhaps
-    foreign = [c10d._world.pg_names[group] for group in c10d._world.pg_map if id(group) not in ours and group is not world]
+    foreign = [
+        c10d._world.pg_names[group] for group in c10d._world.pg_map if id(group) not in ours and group is not world
+    ]
     if foreign:
         raise HotSwapError(
             f"process groups {foreign} were not created through Megatron's parallel_state, so they cannot be rebuilt; create "
@@ -87,7 +100,13 @@ def _forget_world() -> None:
     world = c10d._world
     c10d._update_default_pg(None)
     for registry in (
-        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state,
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
     ):
         registry.clear()
     c10d._unregister_all_process_groups()
@@ -124,7 +143,11 @@ def _unseen_dicts(new: dict[int, Any]) -> list[dict[Any, Any]]:
             has_dict[kind] = not plain and getattr(kind, "__dictoffset__", 0) != 0
         if has_dict[kind]:
             for attributes in gc.get_referents(owner):
-                if type(attributes) is dict and not gc.is_tracked(attributes) and any(id(v) in new for v in attributes.values()):
+                if (
+                    type(attributes) is dict
+                    and not gc.is_tracked(attributes)
+                    and any(id(v) in new for v in attributes.values())
+                ):
                     found.append(attributes)
     return found
 
@@ -164,7 +187,9 @@ def _replace(holder: Any, new: dict[int, Any], ours: set[int]) -> int:
         return len(hits)
     if type(holder).__name__ in ("_Work", "list_iterator", "dict_valueiterator"):
         return 0
-    raise HotSwapError(f"an object of type {type(holder).__module__}.{type(holder).__qualname__} holds an old process group")
+    raise HotSwapError(
+        f"an object of type {type(holder).__module__}.{type(holder).__qualname__} holds an old process group"
+    )
 
 
 def _replace_tuple(holder: tuple[Any, ...], new: dict[int, Any], ours: set[int]) -> int:

@@ -55,7 +55,9 @@ def main() -> None:
         code, text = 1, f"{type(failure).__name__}: {failure}"
     sys.stdout.flush()
     if code and session.building:
-        end_process(code, f"this spare could not build its rank: {text}")  # its agent tells; the next spare takes its place
+        end_process(
+            code, f"this spare could not build its rank: {text}"
+        )  # its agent tells; the next spare takes its place
     if code and session.halted:
         # Lost a peer before the first snapshot: nothing here can be gone back to, and the coordinator says what that means.
         session.report_building(session.version)

@@ -27,10 +27,27 @@ _WAIT_SLICE = timedelta(milliseconds=50)
 _BURY_INTERVAL_S = 0.2
 #: Methods of ProcessGroup whose work is done in gloo's threads. Sends and receives are not: their sockets wake them.
 _COLLECTIVES = (
-    "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced", "all_gather_single",
-    "all_gather_single_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single", "reduce_scatter_single_coalesced", "broadcast", "gather", "scatter", "alltoall", "alltoall_base",
-    "all_to_all_single", "barrier", "monitored_barrier",
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "broadcast",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
 )
 
 
@@ -53,7 +70,9 @@ class Aborter:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._foreign: set[tuple[int, str]] = set()  # sockets that were there before the groups: not ours to touch
-        self._group_sockets: set[tuple[int, str]] | None = None  # None while groups are being built: then all but foreign ones
+        self._group_sockets: set[tuple[int, str]] | None = (
+            None  # None while groups are being built: then all but foreign ones
+        )
         self._out = threading.Event()
         self._out.set()
         self._thread: threading.Thread | None = None

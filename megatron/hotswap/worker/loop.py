@@ -67,7 +67,15 @@ class StepCall:
 class Loop:
     """One per worker, on the training thread."""
 
-    def __init__(self, session: Session, recovery: Recovery, snapshots: Snapshots, runner: StepRunner, generation: int, proven_by_step: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        recovery: Recovery,
+        snapshots: Snapshots,
+        runner: StepRunner,
+        generation: int,
+        proven_by_step: bool,
+    ) -> None:
         self._session = session
         self._recovery = recovery
         self._snapshots = snapshots
@@ -104,7 +112,9 @@ class Loop:
         self.position.between_steps = False
         return self._drive(lambda: self._reach(call), lambda retry: self._attempt(call, retry))
 
-    def section(self, name: str, run: Callable[[], Any], skipped: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> Any:
+    def section(
+        self, name: str, run: Callable[[], Any], skipped: Callable[[], Any], undo: Callable[[], None] = lambda: None
+    ) -> Any:
         """A call between steps (nested ones belong to the outer one)."""
         if self.in_section is not None or not self._calls:
             return run()
@@ -144,7 +154,9 @@ class Loop:
         self._first_step_due = True
         if plan.generation > iteration and not plan.redo_sections:
             self._skip_sections = True
-            self._session.say(m.Note("skipped", f"rank {self._session.rank}: the rest of the work after step {iteration + 1}"))
+            self._session.say(
+                m.Note("skipped", f"rank {self._session.rank}: the rest of the work after step {iteration + 1}")
+            )
 
     def _report_error(self, failure: Exception) -> None:
         """An exception without a halt: say it and wait; the coordinator finds out whose fault it is."""
@@ -202,7 +214,11 @@ class Loop:
         self.in_section = section.name
         try:
             # Said once already; the spare, which runs it for the first time, says it where this rank did not come so far.
-            quiet = contextlib.redirect_stdout(io.StringIO()) if retry and section.name == "log" else contextlib.nullcontext()
+            quiet = (
+                contextlib.redirect_stdout(io.StringIO())
+                if retry and section.name == "log"
+                else contextlib.nullcontext()
+            )
             with quiet:
                 return section.run()
         finally:
@@ -234,7 +250,9 @@ def _is_communication(failure: Exception) -> bool:
         if name.startswith(("torch.distributed", "megatron.hotswap.worker.abort")):
             return True
         trace = trace.tb_next
-    return isinstance(failure, RuntimeError) and any(w in str(failure) for w in ("gloo", "NCCL", "Connection", "socket"))
+    return isinstance(failure, RuntimeError) and any(
+        w in str(failure) for w in ("gloo", "NCCL", "Connection", "socket")
+    )
 
 
 def flush_output() -> None:

@@ -79,7 +79,9 @@ class Session:
             if self.building:
                 self.report_building(message.version)
             else:
-                self.abort(message.version)  # before the order is there to be read: who has read it is out, and ends the abort
+                self.abort(
+                    message.version
+                )  # before the order is there to be read: who has read it is out, and ends the abort
                 self.orders.put(message)
         elif isinstance(message, local.Plan):
             self.orders.put(message)
@@ -151,7 +153,9 @@ class Session:
         self.control.set(Word.PHASE, PHASES.index(phase) + 1)
         self.control.bump(Word.PROGRESS)
         for injection in list(self._armed):
-            due = injection.at_step is not None and injection.at_step <= step  # armed late, it strikes at the next occasion
+            due = (
+                injection.at_step is not None and injection.at_step <= step
+            )  # armed late, it strikes at the next occasion
             if due and (injection.phase or "forward") == phase:
                 self._armed.remove(injection)
                 self.say(local.Strike(injection))
