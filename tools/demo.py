@@ -36,17 +36,17 @@ KILLED_RANK = 2  # of node1; rank 2 and 3 train there
 RESTART_TIMEOUT_S = 300.0
 POLL_INTERVAL_S = 0.02
 
-MODEL = (
+MODEL_FLAGS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
     "--attention-dropout 0.1 --hidden-dropout 0.1 --tensor-model-parallel-size 2 --use-distributed-optimizer"
-).split()
-TRAINING = (
+)
+TRAINING_FLAGS = (
     f"--micro-batch-size 4 --global-batch-size 16 --train-iters {STEPS} --lr 4e-3 --min-lr 4e-4 "
     "--lr-warmup-iters 5 --lr-decay-style cosine --clip-grad 1.0 --log-interval 5 --eval-iters 0 --num-workers 0 "
     "--split 98,1,1 --seed 1234"
-).split()
+)
 #: Bytes are their own ids, so no tokenizer is needed: 256 bytes and the end of a document.
-TOKENS = "--tokenizer-type NullTokenizer --vocab-size 257 --null-tokenizer-eod-id 256".split()
+TOKEN_FLAGS = "--tokenizer-type NullTokenizer --vocab-size 257 --null-tokenizer-eod-id 256"
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -69,10 +69,9 @@ def prepare_data(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus.jsonl"
     tool([str(ROOT / "tools/make_corpus.py"), "--output", str(corpus), "--max-mb", "4", "--overwrite"])
-    tool(
-        [str(ROOT / "tools/preprocess_data.py"), "--input", str(corpus), "--output-prefix", str(folder / "corpus")]
-        + ["--tokenizer-type", "ByteLevelTokenizer", "--append-eod", "--workers", "2", "--overwrite"]
-    )
+    outputs = ["--output-prefix", str(folder / "corpus"), "--overwrite"]
+    how = ["--tokenizer-type", "ByteLevelTokenizer", "--append-eod", "--workers", "2"]
+    tool([str(ROOT / "tools/preprocess_data.py"), "--input", str(corpus), *outputs, *how])
     return prefix
 
 
@@ -85,10 +84,11 @@ def tool(arguments: list[str]) -> None:
 
 def job(run_dir: Path, ours: list[str], megatron: list[str]) -> list[str]:
     """The command line of one run."""
+    flags = f"{MODEL_FLAGS} {TRAINING_FLAGS} {TOKEN_FLAGS}"
     nodes = ["--nodes", "2", "--ranks-per-node", "2", "--run-dir", str(run_dir)]
     return [
         *[sys.executable, "-m", "megatron.hotswap.cli.main", "run", *nodes, *ours],
-        *["--", str(ROOT / "pretrain_gpt.py"), *MODEL, *TRAINING, *TOKENS, *megatron],
+        *["--", str(ROOT / "pretrain_gpt.py"), *flags.split(), *megatron],
     ]
 
 

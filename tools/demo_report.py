@@ -44,11 +44,9 @@ def show(console: Console, folder: Path, found: Comparison, resumed: Comparison)
     for recovery in summary["recoveries"]:
         console.print(_table(recovery, restart_s))
         ratio = restart_s / recovery["total_s"] if recovery["total_s"] > 0 else float("inf")
-        console.print(
-            f"Hot-swap after the loss of {', '.join(recovery['nodes_lost'])}: {recovery['total_s']:.2f} s. Restart from a "
-            f"checkpoint: {restart_s:.2f} s, {ratio:.1f} times as long, before any step since the checkpoint is run again.",
-            markup=False,
-        )
+        lost = ", ".join(recovery["nodes_lost"])
+        console.print(f"Hot-swap after the loss of {lost}: {recovery['total_s']:.2f} s.", markup=False)
+        console.print(f"Restart from a checkpoint: {restart_s:.2f} s, {ratio:.1f} times as long.", markup=False)
         console.print(
             f"{bytes_in_words(recovery['bytes_restored'])} came back from memory; completed steps run again: "
             f"{recovery['steps_rerun']}.",
