@@ -27,6 +27,8 @@ from .timeline import Recovery
 
 #: Recoveries of one failure that may end by the deadline of resuming before the job does: a fault that comes again is no accident.
 RESUME_TIMEOUTS_MAX = 2
+#: A recovery that fails this often with every node alive will not succeed by being tried again.
+_RESUME_ATTEMPTS_MAX = 5
 
 
 class Control:
