@@ -8,11 +8,14 @@ four each, chosen so that every phase is met on at least one other grid.
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
 from hot_swap_job import GRIDS, PHASES, Fault, argv, events, run_job, schedule, steps, validation_losses
+
+from megatron.hotswap.coordinator.service import Coordinator
 
 FULL = os.environ.get("DEADPOOL_FULL_MATRIX") == "1"
 ITERATIONS_MAX = 120
@@ -44,9 +47,7 @@ def test_every_step_is_that_of_an_undisturbed_run(name: str, tmp_path: Path) -> 
     faults = faults_of(list(GRIDS).index(name), name)
     planned, iterations = schedule(faults, case.world_size)
     run_job(case, tmp_path / "reference", argv(case, iterations, tmp_path / "checkpoints"))
-    summary = run_job(
-        case, tmp_path / "disturbed", argv(case, iterations, tmp_path / "others"), spares=1, faults=planned
-    )
+    summary = run_job(case, tmp_path / "disturbed", argv(case, iterations, tmp_path / "others"), spares=1, faults=planned)
     assert summary["exit_code"] == 0, summary["ended"]
     assert len(summary["recoveries"]) == len(faults)
     for fault, recovery in zip(faults, summary["recoveries"], strict=True):
@@ -79,8 +80,36 @@ def test_continuing_from_a_checkpoint(tmp_path: Path) -> None:
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("6")
     planned, _ = schedule([Fault("kill", "backward")], case.world_size)
     planned[0].at_step = 9
-    summary = run_job(
-        case, tmp_path / "continued", argv(case, 12, None, f"--load {checkpoints}"), spares=1, faults=planned
-    )
+    summary = run_job(case, tmp_path / "continued", argv(case, 12, None, f"--load {checkpoints}"), spares=1, faults=planned)
     assert summary["exit_code"] == 0 and len(summary["recoveries"]) == 1, summary
     assert steps(tmp_path / "continued") == steps(tmp_path / "whole")[6:]
+
+
+def test_a_frozen_node_that_wakes_up_is_refused(tmp_path: Path) -> None:
+    """Guarantee 1: a node thought dead that comes back does no harm and ends itself."""
+    case = GRIDS["tp2-dp2"]
+    planned, _ = schedule([Fault("freeze", "forward")], case.world_size)
+    command = argv(case, 40, None)
+    run_job(case, tmp_path / "reference", command)
+    run_dir = tmp_path / "disturbed"
+    woken: list[int] = []
+    ghosts: list[psutil.Process] = []
+
+    def wake(coordinator: Coordinator) -> None:
+        """Once the swap is complete and training goes on, let the lost node go on too."""
+        step = coordinator.recorder.last_step
+        if not woken and coordinator.recorder.recoveries and step is not None and step.step >= planned[0].at_step + 3:
+            frozen = [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_STOPPED]
+            assert frozen, "the lost node is still there, stopped"
+            ghosts.extend(frozen)
+            woken.append(os.getpgid(frozen[0].pid))
+            os.killpg(woken[0], signal.SIGCONT)
+
+    summary = run_job(case, run_dir, command, spares=1, faults=planned, end_lost_nodes=False, show=wake)
+    assert summary["exit_code"] == 0 and woken
+    assert len(summary["recoveries"]) == 1
+    assert steps(run_dir) == steps(tmp_path / "reference")
+    psutil.wait_procs(ghosts, timeout=30)
+    assert not [p for p in ghosts if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    said = "".join(log.read_text() for log in (run_dir / "logs").glob("agent-*.log"))
+    assert "was given up" in said or "the connection to the coordinator broke" in said

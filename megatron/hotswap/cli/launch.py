@@ -44,6 +44,7 @@ class Launch:
     host: str = "127.0.0.1"
     port: int = 0
     return_lost_nodes_after_s: float | None = None
+    end_lost_nodes: bool = True  # False leaves a frozen node's ghosts alone, as a cluster that cannot reach the node must
     faults: list[Scheduled] = field(default_factory=list)
 
     @property
@@ -149,7 +150,7 @@ async def run(
     interrupted = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
-    watcher = loop.create_task(_watch_lost(coordinator, nodes, launch.return_lost_nodes_after_s))
+    watcher = loop.create_task(_watch_lost(coordinator, nodes, launch))
     try:
         for index in range(launch.nodes + launch.spares):
             nodes.start(f"node{index}")
@@ -260,13 +261,14 @@ def _tail(path: Path) -> str:
     return "\n".join(lines[-_LOG_LINES_SHOWN:])
 
 
-async def _watch_lost(coordinator: Coordinator, nodes: VirtualNodes, return_after_s: float | None) -> None:
+async def _watch_lost(coordinator: Coordinator, nodes: VirtualNodes, launch: Launch) -> None:
     """A node that was given up is ended for good (the machine's own fence), and brought back if that is wanted."""
     while True:
         node = await coordinator.lost_nodes.get()
-        nodes.kill(node)
-        if return_after_s is not None:
-            asyncio.get_running_loop().call_later(return_after_s, nodes.start, node)
+        if launch.end_lost_nodes:
+            nodes.kill(node)
+        if launch.return_lost_nodes_after_s is not None:
+            asyncio.get_running_loop().call_later(launch.return_lost_nodes_after_s, nodes.start, node)
 
 
 def _write_job_file(run_dir: Path, address: str, control: ControlConfig) -> None:
