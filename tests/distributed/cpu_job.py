@@ -48,6 +48,8 @@ class JobResult:
     """By rank. Ranks of the last pipeline stage know the loss, others have "none"."""
     digests: dict[int, dict[str, str]]
     """By rank: hash of each parameter at the end."""
+    hot_swap_modules: set[str]
+    """What of hot-swap was imported on any rank; "none" where nothing was."""
 
     @property
     def last_rank(self) -> list[Step]:
@@ -72,6 +74,7 @@ def run_job(ranks: int, flags: str, log_dir: Path) -> JobResult:
     return JobResult(
         steps={rank: _read_steps(logs[rank]) for rank in range(ranks)},
         digests={rank: _read_digests(logs[rank]) for rank in range(ranks)},
+        hot_swap_modules={words[0] for log in logs for words in _lines(log, "OURS")},
     )
 
 

@@ -64,3 +64,5 @@ if __name__ == "__main__":
     training.training_log = printing(training.training_log)
     training.train = digesting(training.train)
     pretrain_gpt.main()
+    ours = sorted(m for m in sys.modules if m.startswith("megatron.hotswap") and "device" not in m and m != "megatron.hotswap")
+    print(f"\nOURS {','.join(ours) or 'none'}", flush=True)

@@ -11,6 +11,7 @@ import os
 import signal
 from pathlib import Path
 
+import cpu_job
 import psutil
 import pytest
 from hot_swap_job import GRIDS, PHASES, Fault, argv, events, run_job, schedule, steps, validation_losses
@@ -113,3 +114,14 @@ def test_a_frozen_node_that_wakes_up_is_refused(tmp_path: Path) -> None:
     assert not [p for p in ghosts if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     said = "".join(log.read_text() for log in (run_dir / "logs").glob("agent-*.log"))
     assert "was given up" in said or "the connection to the coordinator broke" in said
+
+
+def test_without_the_flag_it_is_plain_megatron(tmp_path: Path) -> None:
+    """With --hot-swap absent nothing of ours runs, and with it present the losses are still those of plain Megatron."""
+    case = GRIDS["tp2-dp2"]
+    command = argv(case, 8, None)
+    plain = cpu_job.run_job(case.world_size, " ".join(command[: command.index("--hot-swap-wait-for-spare-s")]), tmp_path / "plain")
+    run_job(case, tmp_path / "hot-swap", command)
+    ours = [(step, loss["lm loss"], norm) for step, loss, norm, _ in steps(tmp_path / "hot-swap")]
+    assert ours == [(s.iteration, s.loss, s.grad_norm) for s in plain.last_rank]
+    assert plain.hot_swap_modules == {"none"}

@@ -55,11 +55,13 @@ KNOWN = {
 
 
 def fingerprint(path: str) -> str:
-    """Of the source of "module:qualified name", as installed."""
+    """Of the source of "module:qualified name", as installed; "" if there is no such thing."""
     module, name = path.split(":")
     target = importlib.import_module(module)
     for part in name.split("."):
-        target = getattr(target, part)
+        target = getattr(target, part, None)
+    if target is None:
+        return ""
     return hashlib.sha256(inspect.getsource(target).encode()).hexdigest()[:16]
 
 
