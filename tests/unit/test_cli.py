@@ -130,6 +130,8 @@ def test_decisions_in_words():
     plan = narrate.narrate(Log("plan", "", {"generation": 13, "fetch": [2, 3]}))
     assert plan.startswith("going on from step 13, the newest that every rank still has; ranks 2, 3 fetched")
     assert narrate.narrate(Log("ignored", "late")) is None
+    assert narrate.narrate(Log("end", "training is done", {"code": 0})) == "the job is over: training is done"
+    assert narrate.narrate(Log("end", "rank 0 failed", {"code": 1})) is None  # said once, after the job
 
 
 def membership():

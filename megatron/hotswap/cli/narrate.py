@@ -16,8 +16,8 @@ PHASE_WORDS = {
     "restore_s": "restore",
     "first_step_s": "first step",
 }
-#: Decisions that only matter to whoever reads events.jsonl.
-_SILENT = ("ignored", "push-failed", "resumed")
+#: Decisions that only matter to whoever reads events.jsonl: an error is either followed by a recovery or ends the job.
+_SILENT = ("ignored", "push-failed", "resumed", "error")
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -52,9 +52,11 @@ def narrate(log: Log) -> str | None:
         return _plan_in_words(data)
     if log.kind == "recovered":
         return None  # the time line follows, from what the recorder made of it
+    if log.kind == "end" and data["code"] != 0:
+        return None  # said once, at the very end, with the log that has more
     if log.kind == "start":
         return f"training starts: {log.reason}"
-    return {"end": "the job is over: ", "error": "error: ", "inject": "fault armed: "}.get(log.kind, "") + log.reason
+    return {"end": "the job is over: ", "inject": "fault armed: "}.get(log.kind, "") + log.reason
 
 
 def _plan_in_words(data: Mapping[str, Any]) -> str:
