@@ -27,7 +27,11 @@ _MODEL = (
 
 @dataclass(frozen=True)
 class GridCase:
-    """A shape of job: `nodes` virtual nodes of `ranks_per_node` ranks."""
+    """A shape of job: `nodes` virtual nodes of `ranks_per_node` ranks.
+
+    Starting a process costs ten seconds of processor time (torch's imports), so most grids have one rank a node: then a node that
+    comes back costs that once.
+    """
 
     name: str
     nodes: int
@@ -43,7 +47,7 @@ GRIDS = {
     case.name: case
     for case in (
         GridCase("tp2-dp2", 2, 2, "--tensor-model-parallel-size 2 --use-distributed-optimizer"),
-        GridCase("pp2-dp2", 2, 2, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
+        GridCase("pp2-dp2", 4, 1, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
         GridCase(
             "tp2-pp2-dp2",
             4,
@@ -52,24 +56,24 @@ GRIDS = {
         ),
         GridCase(
             "vpp",
-            2,
-            2,
+            4,
+            1,
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer",
         ),
         GridCase(
             "ep2-dp2",
-            2,
-            2,
+            4,
+            1,
             "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather "
             "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --use-distributed-optimizer",
         ),
         GridCase(
             "bf16-overlap",
-            2,
-            2,
+            4,
+            1,
             "--tensor-model-parallel-size 2 --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         ),
-        GridCase("no-distributed-optimizer", 2, 2, "--tensor-model-parallel-size 2"),
+        GridCase("no-distributed-optimizer", 4, 1, "--tensor-model-parallel-size 2"),
     )
 }
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from sim_world import Content, Snapshot
+
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.state import Phase
-from sim_world import Content, Snapshot
 
 
 class Violation(AssertionError):

@@ -15,13 +15,14 @@ from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
+from sim_checkers import Checkers, Violation
+from sim_fakes import FakeAgent
+from sim_world import RUN_ID, Clock, FakeSlots, Node, Rendezvous, Stream
+
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.state import Control, ControlConfig, Log, Phase, Send
 from megatron.hotswap.replication import transfer
 from megatron.hotswap.topology.grid import Grid
-from sim_checkers import Checkers, Violation
-from sim_fakes import FakeAgent
-from sim_world import RUN_ID, Clock, FakeSlots, Node, Rendezvous, Stream
 
 TIME_MAX_S = 600.0
 TICK_S = 0.1

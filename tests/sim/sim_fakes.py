@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sim_world import RUN_ID, Content, Node, Snapshot
+
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.errors import HotSwapError
 from megatron.hotswap.replication.transfer import ReplicaStore
 from megatron.hotswap.snapshot.layout import Header
-from sim_world import RUN_ID, Content, Node, Snapshot
 
 SLOT_BYTES = 8192
 PUSH_RETRY_S = 0.1

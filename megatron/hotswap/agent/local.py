@@ -67,6 +67,12 @@ class NewStore(_Local, frozen=True):
     store: str
 
 
+class Copying(_Local, frozen=True):
+    """Worker: the copy of this generation into its slot has begun; COPIED says when it is complete."""
+
+    generation: int
+
+
 class Strike(_Local, frozen=True):
     """Worker: the moment of an armed injection has come; agent, do it."""
 
@@ -75,6 +81,7 @@ class Strike(_Local, frozen=True):
 
 FromWorker = (
     NeedSlots
+    | Copying
     | NewStore
     | Strike
     | m.WorkerReady

@@ -30,9 +30,11 @@ from . import local
 from .inject import strike
 from .worker_process import WorkerProcess
 
-#: How often the control blocks and the workers' lives are looked at. A snapshot waits at most this long before it is sent on.
-_POLL_INTERVAL_S = 0.002
-_LIFE_CHECK_INTERVAL_S = 0.02
+#: How often the flag of a copy in progress is looked at. A snapshot waits at most this long before it is sent on.
+_COPY_POLL_S = 0.001
+#: How often workers are looked at. The end of one is known at once, by its link; this finds one that is stopped.
+_LIFE_CHECK_INTERVAL_S = 0.25
+_END_CHECK_S = 0.005
 _PUSH_RETRY_S = 0.1
 
 
@@ -86,10 +88,7 @@ class Agent:
             )
         )
         self._heard_s = loop.time()
-        tasks = [
-            loop.create_task(self._guard(t))
-            for t in (self._talk(), self._beat(), self._watch_copies(), self._watch_lives())
-        ]
+        tasks = [loop.create_task(self._guard(t)) for t in (self._talk(), self._beat(), self._watch_lives())]
         try:
             return await self._exit
         finally:
@@ -152,9 +151,7 @@ class Agent:
                     self._heard_s = asyncio.get_running_loop().time()
                     self._obey(message)
             except grpc.aio.AioRpcError as broken:
-                raise Fenced(
-                    f"the connection to the coordinator broke: {broken.code().name} {broken.details()}"
-                ) from broken
+                raise Fenced(f"the connection to the coordinator broke: {broken.code().name} {broken.details()}") from broken
         raise Fenced("the coordinator closed the connection")
 
     async def _outgoing(self) -> AsyncIterator[m.FromAgent]:
@@ -220,9 +217,7 @@ class Agent:
         for worker, rank in zip(self._workers, message.ranks, strict=True):
             self._give_rank(worker, rank, message.world_size, message.version, "", fake=True)
 
-    def _give_rank(
-        self, worker: WorkerProcess, rank: int, world_size: int, version: int, store: str, fake: bool
-    ) -> None:
+    def _give_rank(self, worker: WorkerProcess, rank: int, world_size: int, version: int, store: str, fake: bool) -> None:
         worker.rank = rank
         self._tell(worker, local.Given(rank, world_size, worker.index, self.place.workers, version, store, fake))
 
@@ -240,16 +235,8 @@ class Agent:
     def _resume(self, message: m.Resume) -> None:
         before, self._membership = self._membership, message.membership
         self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))
-        if (
-            before is None
-            or before.holders != message.membership.holders
-            or before.members != message.membership.members
-        ):
-            mine = {
-                r
-                for r, h in enumerate(message.membership.holders)
-                if message.membership.members[h].incarnation == self.incarnation
-            }
+        if before is None or before.holders != message.membership.holders or before.members != message.membership.members:
+            mine = {r for r, h in enumerate(message.membership.holders) if message.membership.members[h].incarnation == self.incarnation}
             self._release_after = frozenset(mine)
 
     async def _go_on(self, plan: m.Resume) -> None:
@@ -282,13 +269,10 @@ class Agent:
             worker.layout_hash = header.layout_hash
             worker.metadata_room_bytes = slots.slot_bytes - HEADER_BYTES - header.payload_bytes
             worker.control.set(Word.METADATA_BYTES_0 + slot, header.metadata_bytes)
-        worker.replicated = plan.generation
         worker.control.set(Word.COPIED, plan.generation + 1)
         worker.control.set(Word.ACKNOWLEDGED, plan.generation)
         worker.control.set(Word.COMMITTED, min(worker.control.get(Word.COMMITTED), plan.generation))
-        self._tell(
-            worker, local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched)
-        )
+        self._tell(worker, local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched))
 
     def _reserve_own(self, worker: WorkerProcess, header: Header, slot_bytes: int) -> tuple[Slots, int]:
         if worker.slots is None:
@@ -332,9 +316,13 @@ class Agent:
             return
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(worker.link.sock)
+            self._link_closed(worker)
             return
         if isinstance(message, local.NeedSlots):
             self._give_slots(worker, message)
+        elif isinstance(message, local.Copying):
+            if not self._replicas.frozen:
+                self._begin_push(worker, message.generation)
         elif isinstance(message, local.NewStore):
             self._say(m.WorkerReady(worker.index, message.store))
         elif isinstance(message, local.Strike):
@@ -374,6 +362,14 @@ class Agent:
         worker.metadata_room_bytes = wanted.metadata_room_bytes
         self._tell(worker, local.SlotsGiven(slot_bytes, OWN_SLOTS), (slots.fd,))
 
+    def _link_closed(self, worker: WorkerProcess) -> None:
+        """The process is ending: find out how, as soon as the kernel knows."""
+        how = worker.ended()
+        if how is None or how.startswith("stopped"):
+            asyncio.get_running_loop().call_later(_END_CHECK_S, self._link_closed, worker)
+        elif not worker.said_goodbye:
+            self._lose_worker(worker, how)
+
     async def _watch_lives(self) -> None:
         loop = asyncio.get_running_loop()
         stopped_since: dict[int, float] = {}
@@ -381,54 +377,33 @@ class Agent:
             await asyncio.sleep(_LIFE_CHECK_INTERVAL_S)
             for worker in self._workers:
                 how = worker.ended()
-                if how is None:
+                if how is None or not how.startswith("stopped"):
                     stopped_since.pop(worker.index, None)
-                elif how.startswith("stopped"):
-                    since = stopped_since.setdefault(worker.index, loop.time())
-                    if loop.time() - since > self._lease_s:
-                        self._lose_worker(worker, f"{how} for longer than the lease of {self._lease_s} s")
-                elif not worker.said_goodbye:
-                    self._lose_worker(worker, how)
+                elif loop.time() - stopped_since.setdefault(worker.index, loop.time()) > self._lease_s:
+                    self._lose_worker(worker, f"{how} for longer than the lease of {self._lease_s} s")
 
     def _lose_worker(self, worker: WorkerProcess, evidence: str) -> None:
-        worker.said_goodbye = True  # said once
-        self._say(m.WorkerLost(worker.index, evidence))
+        if not worker.said_goodbye:
+            worker.said_goodbye = True
+            self._say(m.WorkerLost(worker.index, evidence))
 
     # ---- replication
 
-    async def _watch_copies(self) -> None:
-        while True:
-            await asyncio.sleep(_POLL_INTERVAL_S)
-            if self._replicas.frozen:
-                continue
-            for worker in self._workers:
-                newest = worker.control.get(Word.COPIED) - 1
-                if worker.slots is not None and newest > worker.replicated and worker.index not in self._pushes:
-                    self._begin_push(worker, newest)
-
     def _begin_push(self, worker: WorkerProcess, generation: int) -> None:
-        worker.replicated = generation
         task = asyncio.get_running_loop().create_task(self._guard(self._replicate(worker, generation)))
         self._pushes[worker.index] = task
-        task.add_done_callback(
-            lambda done: self._pushes.pop(worker.index, None) if self._pushes.get(worker.index) is done else None
-        )
+        task.add_done_callback(lambda done: self._pushes.pop(worker.index, None) if self._pushes.get(worker.index) is done else None)
 
     async def _replicate(self, worker: WorkerProcess, generation: int) -> None:
-        assert (
-            worker.slots is not None
-            and worker.rank is not None
-            and worker.layout_hash is not None
-            and self._membership is not None
-        )
+        assert worker.slots is not None and worker.rank is not None and worker.layout_hash is not None and self._membership is not None
         slots, slot, membership = worker.slots, generation % OWN_SLOTS, self._membership
+        while worker.control.get(Word.COPIED) < generation + 1:
+            await asyncio.sleep(_COPY_POLL_S)
         metadata_bytes = worker.control.get(Word.METADATA_BYTES_0 + slot)
         payload_bytes = slots.slot_bytes - HEADER_BYTES - worker.metadata_room_bytes
         loop = asyncio.get_running_loop()
         crc = await loop.run_in_executor(None, slots.checksum, slot, metadata_bytes, payload_bytes)
-        header = Header(
-            self.place.run_id, worker.rank, generation, worker.layout_hash, metadata_bytes, payload_bytes, crc
-        )
+        header = Header(self.place.run_id, worker.rank, generation, worker.layout_hash, metadata_bytes, payload_bytes, crc)
         slots.write_header(slot, header)
         holder = membership.members[membership.holders[worker.rank]]
         await self._strike_in_transfer(worker, generation)

@@ -17,9 +17,7 @@ from .local import FromWorker, Link, pair
 class WorkerProcess:
     """A child that runs the training script. It dies with its agent (PR_SET_PDEATHSIG, set by the child)."""
 
-    def __init__(
-        self, index: int, command: Sequence[str], log: Path, place: dict[str, str | int], extra_env: dict[str, str]
-    ) -> None:
+    def __init__(self, index: int, command: Sequence[str], log: Path, place: dict[str, str | int], extra_env: dict[str, str]) -> None:
         self.index = index
         self.rank: int | None = None
         self.control = ControlBlock.create()
@@ -27,7 +25,6 @@ class WorkerProcess:
         self.layout_hash: bytes | None = None  # of what is in the slots
         self.metadata_room_bytes = 0
         self.said_goodbye = False
-        self.replicated = -1  # newest generation whose replication has begun
         ours, theirs = pair()
         self.link = Link(ours, FromWorker)
         environment = WorkerEnvironment(link_fd=theirs.fileno(), control_fd=self.control.fd, worker=index, **place)  # type: ignore[arg-type]

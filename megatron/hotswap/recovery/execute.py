@@ -89,6 +89,7 @@ class Snapshots:
         """Begin the copy of the live state."""
         assert self.engine is not None
         self.engine.begin(generation, self._trainer.tensors(), _ENCODER.encode(self._trainer.metadata(generation)))
+        self._session.say(local.Copying(generation))
 
     def metadata(self, generation: int) -> dict[str, Any]:
         """The metadata of a generation in its slot."""
