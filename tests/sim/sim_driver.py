@@ -72,6 +72,7 @@ class World:
         self.uplinks: dict[str, Stream] = {}
         self.downlinks: dict[str, Stream] = {}
         self.faults: list[str] = []
+        self.fault_kinds = FAULTS
         self.faults_left = rng.choice([1, 1, 2, 2, 3, 4])
         self.moments: list[list[Any]] = []  # [kind of message, how many of it until a fault strikes]
         self._lives = 0
@@ -161,7 +162,7 @@ class World:
         if self.faults_left == 0 or not living or self.control.exit_code is not None:
             return
         self.faults_left -= 1
-        kind, agent = rng.choice(FAULTS), rng.choice(living)
+        kind, agent = rng.choice(self.fault_kinds), rng.choice(living)
         self.faults.append(f"{clock.now:.3f} s {self.control.phase.value}: {kind} {agent.incarnation}")
         if kind == "kill":
             agent.end()

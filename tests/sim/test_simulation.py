@@ -161,11 +161,16 @@ def slow_copies_many_repeats(world):
     world.proven_by_step, world.h2h_s, world.repeat_chance, world.faults_left = False, 0.2, 0.5, 1
 
 
+def nodes_that_come_back(world):
+    """Weather in which a stale transfer matters: nodes fall silent while they push, are given up, and go on."""
+    world.fault_kinds, world.h2h_s = ("freeze", "freeze", "kill"), 0.2
+
+
 PLANTED = [
     (own_acknowledgement_is_enough, "guarantee 4", None),
     (no_fence, "guarantee", None),
     (no_wait_for_the_copy, "guarantee 2", None),
-    (stale_transfer_accepted, "guarantee 4", None),
+    (stale_transfer_accepted, "guarantee 4", nodes_that_come_back),
     (same_snapshot_overwritten, "guarantee 4", None),
     (stale_acknowledgement_accepted, "guarantee 4", slow_copies_many_repeats),
     (fenced_agents_are_heard, "guarantee 1", None),

@@ -11,11 +11,13 @@ size = st.integers(1, 5)
 grids = st.builds(lambda t, c, d, p: Grid(t * c * d * p, t, p, c), size, size, size, size)
 
 
+@settings(deadline=None)
 @given(grids)
 def test_rank_at_is_the_inverse_of_coordinates(grid):
     assert [grid.rank_at(*grid.coordinates(r)) for r in range(grid.world_size)] == list(range(grid.world_size))
 
 
+@settings(deadline=None)
 @given(grids)
 def test_the_ring_is_the_data_parallel_group_without_the_rank_in_order_after_it(grid):
     for rank in range(grid.world_size):
@@ -28,7 +30,7 @@ def test_the_ring_is_the_data_parallel_group_without_the_rank_in_order_after_it(
         assert not ring or grid.coordinates(ring[0])[2] == (grid.coordinates(rank)[2] + 1) % grid.data
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(grids)
 def test_groups_are_those_of_megatron(grid):
     """With Megatron's default order; a difference would put replicas and samples on the wrong ranks."""

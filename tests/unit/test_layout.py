@@ -1,7 +1,7 @@
 """snapshot/layout.py: a layout means the same everywhere, and a header that is not the one asked for is refused (guarantee 6)."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.hotswap.errors import SnapshotMismatch
@@ -23,6 +23,7 @@ headers = st.builds(
 HEADER = Header("run-1", 3, 17, bytes(range(32)), 100, 2000, 0xDEADBEEF)
 
 
+@settings(deadline=None)
 @given(headers)
 def test_a_header_survives_the_round_trip(header):
     raw = header.pack()
@@ -43,12 +44,14 @@ def test_what_follows_the_header_is_zeros():
     assert not any(HEADER.pack()[USED_BYTES:])
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_noise_is_refused_and_never_crashes(noise):
     with pytest.raises(SnapshotMismatch):
         Header.unpack(noise)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=8 + USED_BYTES, max_size=400))
 def test_noise_behind_the_magic_is_refused(noise):
     with pytest.raises(SnapshotMismatch):
@@ -87,6 +90,7 @@ tensors = st.lists(
 ).map(lambda parts: [(f"t{i}", *part) for i, part in enumerate(parts)])
 
 
+@settings(deadline=None)
 @given(tensors, st.integers(0, 20_000))
 def test_tensors_lie_aligned_apart_and_inside(parts, metadata_bytes):
     layout = plan_layout(parts, metadata_bytes)

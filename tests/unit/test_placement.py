@@ -30,9 +30,9 @@ def ring_elsewhere(grid, rank, node_of):
     return [r for r in grid.data_ring(rank) if node_of[r] != node_of[rank]]
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(jobs())
-def test_owner_and_holder_never_share_a_node(job):
+def test_owner_and_holder_never_share_a_node_and_no_node_holds_more_than_twice_its_share(job):
     """Guarantee 5: every rank has a holder, on another node, of its own data-parallel ring where that leaves the node."""
     grid, node_of = job
     holders = place(grid, node_of)
@@ -42,18 +42,11 @@ def test_owner_and_holder_never_share_a_node(job):
         ring = ring_elsewhere(grid, rank, node_of)
         assert holder in ring or not ring
     assert fatal_nodes(holders, node_of) == ()
+    # The bound that placement.py derives: 2k replicas where every node has k ranks.
+    assert max(Counter(node_of[h] for h in holders).values()) <= 2 * (grid.world_size // len(set(node_of)))
 
 
-@settings(max_examples=1000, deadline=None)
-@given(jobs())
-def test_no_node_holds_more_than_twice_its_share(job):
-    """The bound that placement.py derives: 2k replicas where every node has k ranks."""
-    grid, node_of = job
-    load = Counter(node_of[h] for h in place(grid, node_of))
-    assert max(load.values()) <= 2 * (grid.world_size // len(set(node_of)))
-
-
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(jobs())
 def test_load_is_within_one_of_even_where_any_node_may_hold(job):
     """Where the ring does not restrict the choice (data-parallel size 1, or a ring that reaches every node)."""
@@ -67,7 +60,7 @@ def test_load_is_within_one_of_even_where_any_node_may_hold(job):
     assert even - 1 <= min(load.values()) and max(load.values()) <= even + 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(jobs(nodes_max=6))
 def test_the_fullest_node_holds_as_little_as_the_rings_allow(job):
     """Against a maximum matching of ranks to `fullest - 1` places on each node: it must not exist."""
@@ -103,6 +96,7 @@ def matches(choices, room):
     return all(seat(rank, set()) for rank in range(len(choices)))
 
 
+@settings(max_examples=50, deadline=None)
 @given(jobs(), st.randoms())
 def test_holders_stay_when_a_spare_takes_a_nodes_ranks(job, random):
     """A swap must not move other ranks' replicas: the names of nodes do not matter, only which ranks share one."""
