@@ -35,7 +35,8 @@ _COPY_POLL_S = 0.001
 #: How often workers are looked at. The end of one is known at once, by its link; this finds one that is stopped.
 _LIFE_CHECK_INTERVAL_S = 0.25
 _END_CHECK_S = 0.005
-_PUSH_RETRY_S = 0.1
+_PUSH_RETRY_S = 0.05
+_PUSH_FAILURES_SAID = 20  # a second of failing is worth a line; a holder that is a moment late to resume is not
 
 
 class Agent:
@@ -407,13 +408,16 @@ class Agent:
         slots.write_header(slot, header)
         holder = membership.members[membership.holders[worker.rank]]
         await self._strike_in_transfer(worker, generation)
+        failures = 0
         while True:
             try:
                 await self._transport.push(holder.h2h, slots, slot, header)
                 break
             except (PeerFault, SnapshotMismatch) as failure:
-                # The holder is dying (a halt will cancel this) or refused a damaged transfer: the slot is still whole, send again.
-                if not self._replicas.frozen:
+                # The holder is dying (a halt will cancel this), has not resumed yet, or refused a damaged transfer: the slot is
+                # still whole, so it is sent again.
+                failures += 1
+                if failures == _PUSH_FAILURES_SAID and not self._replicas.frozen:
                     self._say(m.Note("push-failed", f"rank {worker.rank}, generation {generation}: {failure}"))
                 await asyncio.sleep(_PUSH_RETRY_S)
         known = self._replicated.setdefault(worker.rank, set())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from .. import environment
 from ..agent import local
 from ..config import HotSwapConfig
+from ..control import messages as m
 from ..recovery.execute import Recovery, Snapshots
 from ..topology.groups import Groups
 from ..worker.abort import Aborter
@@ -39,6 +41,7 @@ class HotSwap:
         self._loop: Loop | None = None
         self._given: local.Given | None = None
         self._plan: local.Plan | None = None  # a spare's, until it has joined
+        self._milestones: list[tuple[str, float]] = []  # of a spare's start, told when it has joined
         self._runner = training_patches.StepRunner(training.train_step, self._trainer, session)
         self._install()
 
@@ -67,6 +70,7 @@ class HotSwap:
             self._given = given = self._session.await_rank(self._recovery.serve_store())
             environment.say_rank(given.rank, given.world_size, given.local_rank, given.local_world_size)
             self._groups.fake = given.fake
+            self._reached("assigned")
 
     def _pretrain(self, original: Any) -> Any:
         def pretrain(*args: Any, **kwargs: Any) -> None:
@@ -87,8 +91,10 @@ class HotSwap:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             from megatron.training import get_args
 
+            self._reached("arguments and stand-in groups")
             built = original(*args, **kwargs)
             self._trainer.attach(*built)
+            self._reached("model and optimizer")
             margs = get_args()
             if self._spare:
                 self._take_over(margs)
@@ -110,6 +116,7 @@ class HotSwap:
         assert self._snapshots.engine is not None
         self._snapshots.engine.adopt(self._plan.generation)
         self._set_progress(margs)
+        self._reached("plan and snapshot")
 
     def _set_progress(self, margs: Any) -> None:
         assert self._plan is not None
@@ -164,11 +171,19 @@ class HotSwap:
     def _join(self, loop: Loop, margs: Any) -> None:
         plan = self._plan
         assert plan is not None
+        self._reached("data")
         self._trainer.config = None
         margs.fake_process_group = False
         self._session.building = False
         loop.join(plan)
         self._plan = None
+        self._reached("rebuild and restore")
+        spans = zip(self._milestones, self._milestones[1:], strict=False)
+        told = ", ".join(f"{name} {at - before:.3f} s" for (_, before), (name, at) in spans)
+        self._session.say(m.Note("joined-as-rank", f"rank {self._session.rank}: {told}"))
+
+    def _reached(self, milestone: str) -> None:
+        self._milestones.append((milestone, time.perf_counter()))
 
     # ---- inside a step
 
