@@ -102,10 +102,13 @@ def schedule(faults: Sequence[Fault], world_size: int) -> tuple[list[Scheduled],
     return planned, step + 3
 
 
-def argv(case: GridCase, iterations: int, save: Path | None, extra: str = "") -> list[str]:
-    """The Megatron command line of a case. Rates do not depend on the number of steps, so runs of different length agree."""
+def argv(case: GridCase, iterations: int, save: Path | None, extra: str = "", checkpoint_format: str = "torch") -> list[str]:
+    """The Megatron command line of a case. Rates do not depend on the number of steps, so runs of different length agree.
+
+    torch_dist, Megatron's default format, starts a process for every rank's every save: ten seconds of processor time each.
+    """
     flags = f"{_MODEL} --train-iters {iterations} --lr-decay-iters 200 --eval-interval {EVERY} {case.flags} {extra}"
-    saving = ["--save", str(save), "--save-interval", str(EVERY)] if save is not None else []
+    saving = ["--save", str(save), "--save-interval", str(EVERY), "--ckpt-format", checkpoint_format] if save is not None else []
     deadlines = "--hot-swap-wait-for-spare-s 300 --hot-swap-lease-s 6 --hot-swap-collective-timeout-s 60 --hot-swap-halt-timeout-s 120"
     return [*flags.split(), *deadlines.split(), *saving]
 

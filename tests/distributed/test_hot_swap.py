@@ -77,7 +77,7 @@ def test_continuing_from_a_checkpoint(tmp_path: Path) -> None:
     """A job that loads a checkpoint, and loses a node after that, goes on as the job that wrote it."""
     case = GRIDS["tp2-dp2"]
     checkpoints = tmp_path / "checkpoints"
-    run_job(case, tmp_path / "whole", argv(case, 12, checkpoints))
+    run_job(case, tmp_path / "whole", argv(case, 12, checkpoints, checkpoint_format="torch_dist"))
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("6")
     planned, _ = schedule([Fault("kill", "backward")], case.world_size)
     planned[0].at_step = 9
