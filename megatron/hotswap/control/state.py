@@ -228,7 +228,7 @@ class Control:
         if event.rank is not None and event.rank in self.agents[incarnation].ranks:
             self.finished.add(event.rank)
         if self.phase is Phase.HALTING and self.finished:  # it was through before the halt reached it, so all have trained to the end
-            return self._end(0, "training is done; " + ", ".join(self.recovery.evidence if self.recovery else []))
+            return self._end(0, f"training is done; {self.recovery.lost_nodes if self.recovery else []} were lost after it")
         if len(self.finished) == self.config.grid.world_size:
             return self._end(0, "training is done")
         return []

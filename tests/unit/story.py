@@ -1,0 +1,181 @@
+"""Reads a scenario, feeds the control core, and writes down what it decides. See tests/unit/scenarios/*.txt.
+
+A scenario is commands, each a line; the decisions that follow it are indented below it. Ranks and nodes are looked up in the
+membership, so a command says who in the story does something, not which message it is.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from megatron.hotswap.control import messages as m
+from megatron.hotswap.control.state import Control, ControlConfig, Log, Send
+from megatron.hotswap.topology.grid import Grid
+
+RUN_ID, TOKEN = "run-1", "secret"
+
+
+class Story:
+    """One job's control core, and the clock of the story."""
+
+    def __init__(self) -> None:
+        self.control: Control
+        self.now = 0.0
+        self.lives: dict[str, str] = {}  # node -> its present incarnation
+
+    def play(self, text: str) -> str:
+        """The scenario with the decisions written (anew) below each command."""
+        out = []
+        for line in text.splitlines():
+            if line.startswith("    ") and line.strip():
+                continue
+            out.append(line)
+            if line.strip() and not line.startswith("#"):
+                out += [f"    {self._words(d)}" for d in self._command(line)]
+        return "\n".join(out) + "\n"
+
+    def _command(self, line: str) -> list[Any]:
+        verb, *words = shlex.split(line)
+        options = dict(w.split("=", 1) for w in words if "=" in w)
+        plain = [w for w in words if "=" not in w]
+        return getattr(self, "do_" + verb.replace("-", "_"))(*plain, **{k.replace("-", "_"): v for k, v in options.items()}) or []
+
+    def _handle(self, incarnation: str, event: Any) -> list[Any]:
+        return self.control.handle(incarnation, event, self.now)
+
+    def _member(self, rank: str) -> m.Member:
+        assert self.control.membership is not None
+        return self.control.membership.members[int(rank)]
+
+    # ---- commands
+
+    def do_job(self, nodes: str = "2", per_node: str = "1", spares: str = "1", tensor: str = "1") -> None:
+        """The job's shape. Leases of 3 s, halts of 30 s, resumes of 120 s, spares are waited for 60 s."""
+        grid = Grid(int(nodes) * int(per_node), int(tensor))
+        self.control = Control(ControlConfig(RUN_ID, TOKEN, grid, int(nodes), int(spares)))
+
+    def do_time(self, now: str) -> list[Any]:
+        """Time passes, the living agents' heartbeats are heard; the coordinator's timer goes off every half second."""
+        out: list[Any] = []
+        while self.now < float(now):
+            self.now = min(float(now), self.now + 0.5)
+            for agent in list(self.control.agents.values()):
+                if agent.incarnation not in self.silent:
+                    self._handle(agent.incarnation, m.Heartbeat(0))
+            out += self.control.tick(self.now)
+        return out
+
+    silent: frozenset[str] = frozenset()
+
+    def do_silence(self, *nodes: str) -> None:
+        """These nodes say nothing any more; their connections stay open."""
+        self.silent |= {self.lives[n] for n in nodes}
+
+    def do_join(self, node: str, life: str = "1", token: str = TOKEN, run: str = RUN_ID, protocol: str = "", workers: str = "") -> list[Any]:
+        """An agent's first message."""
+        incarnation = f"{node}.{life}"
+        self.lives[node] = incarnation
+        count = int(workers) if workers else self.control.config.ranks_per_node
+        speaks = int(protocol) if protocol else m.PROTOCOL
+        return self._handle(incarnation, m.Join(speaks, run, token, node, incarnation, count, f"{incarnation}:h2h"))
+
+    def do_warm(self, *nodes: str) -> list[Any]:
+        """Every worker of these nodes is warm."""
+        return [
+            d for n in nodes for w in range(self.control.config.ranks_per_node)
+            for d in self._handle(self.lives[n], m.WorkerReady(w, f"{self.lives[n]}:store{w}"))
+        ]
+
+    def do_up(self, *nodes: str) -> list[Any]:
+        """Join and warm."""
+        out: list[Any] = []
+        for node in nodes:
+            out += self.do_join(node)
+        return out + self.do_warm(*nodes)
+
+    def do_closed(self, *nodes: str) -> list[Any]:
+        """The connections of these nodes close."""
+        return [d for n in nodes for d in self._handle(self.lives[n], m.AgentLost("its connection closed"))]
+
+    def do_worker_lost(self, node: str, evidence: str) -> list[Any]:
+        """A worker of the node died."""
+        return self._handle(self.lives[node], m.WorkerLost(0, evidence))
+
+    def do_acknowledged(self, generation: str, *ranks: str, version: str = "") -> list[Any]:
+        """Holders have a generation of these ranks."""
+        v = int(version) if version else self.control.version
+        return [d for r in ranks for d in self._handle(self._member(r).incarnation, m.Acknowledged(int(r), int(generation), v))]
+
+    def do_halted(self, *ranks: str, done: str = "", own: str = "", between: str = "no", version: str = "") -> list[Any]:
+        """These ranks are out of their step."""
+        v = int(version) if version else self.control.version - 1
+        has = tuple(int(g) for g in own.split(",") if g)
+        return [
+            d for r in ranks for d in self._handle(
+                self._member(r).incarnation,
+                m.HaltReport(v, int(r), int(done) if done else None, between == "yes", has, f"rank{r}:store"),
+            )
+        ]
+
+    def do_replicas(self, node: str, *held: str, version: str = "") -> list[Any]:
+        """What the node's agent holds for others: RANK:GENERATION,GENERATION."""
+        v = int(version) if version else self.control.version - 1
+        replicas = {int(x.split(":")[0]): tuple(int(g) for g in x.split(":")[1].split(",")) for x in held}
+        return self._handle(self.lives[node], m.ReplicaReport(v, replicas))
+
+    def do_restored(self, *ranks: str, version: str = "") -> list[Any]:
+        """These ranks have their state."""
+        v = int(version) if version else self.control.version
+        return [d for r in ranks for d in self._handle(self._member(r).incarnation, m.Restored(v, int(r), 0.25, 0.5, 1000, 1))]
+
+    def do_first_step(self, *ranks: str) -> list[Any]:
+        """These ranks have done a step."""
+        return [d for r in ranks for d in self._handle(self._member(r).incarnation, m.FirstStep(self.control.version, int(r)))]
+
+    def do_error(self, rank: str, text: str, step: str = "8", collective: str = "yes", version: str = "") -> list[Any]:
+        """A rank's training thread caught an exception."""
+        v = int(version) if version else self.control.version
+        return self._handle(self._member(rank).incarnation, m.WorkerError(int(rank), v, int(step), collective == "yes", text))
+
+    def do_finished(self, *ranks: str, code: str = "0", text: str = "") -> list[Any]:
+        """These ranks came to the end of their script."""
+        return [d for r in ranks for d in self._handle(self._member(r).incarnation, m.Finished(0, int(r), int(code), text))]
+
+    def do_could_not_begin(self, node: str, text: str) -> list[Any]:
+        """A worker of a node that has no rank yet ended with words."""
+        return self._handle(self.lives[node], m.Finished(0, None, 2, text))
+
+    def do_inject(self, node: str, worker: str = "0", step: str = "") -> list[Any]:
+        """A user asks for a fault."""
+        return self._handle("", m.Inject(m.Injection("kill", "node", node, int(worker), int(step) if step else None)))
+
+    def do_beat(self, incarnation: str) -> list[Any]:
+        """A heartbeat of a certain life of a node."""
+        return self._handle(incarnation, m.Heartbeat(1))
+
+    def do_state(self) -> list[str]:
+        """Show phase, version, who holds which rank, committed generation, exit code."""
+        c = self.control
+        ranks = {} if c.membership is None else {r: x.incarnation for r, x in enumerate(c.membership.members)}
+        return [f"{c.phase.value}, version {c.version}, ranks {ranks}, committed {c.committed}, exit {c.exit_code}"]
+
+    # ---- decisions in words
+
+    @staticmethod
+    def _words(decision: Any) -> str:
+        if isinstance(decision, Log):
+            return f"log {decision.kind}: {decision.reason}"
+        if not isinstance(decision, Send):
+            return str(decision)
+        x, to = decision.message, f"-> {decision.incarnation}"
+        if isinstance(x, m.Start):
+            return f"{to} Start version {x.membership.version}, holders {list(x.membership.holders)}, store {x.store}"
+        if isinstance(x, m.Resume):
+            members = [y.incarnation for y in x.membership.members]
+            return (
+                f"{to} Resume version {x.membership.version} from generation {x.generation}, members {members}, "
+                f"sources {x.sources}, store {x.store}, redo sections {x.redo_sections}"
+            )
+        fields = ", ".join(str(getattr(x, name)) for name in x.__struct_fields__)
+        return f"{to} {type(x).__name__}({fields})"
