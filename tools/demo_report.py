@@ -98,6 +98,6 @@ def draw(path: Path, undisturbed: Path, swapped: Path) -> None:
     picture.draw_phases(below, recoveries, [f"hot-swap {r['total_s']:.1f} s" for r in recoveries])
     restart_s = summary["restart_baseline_s"]
     below.barh([f"restart {restart_s:.1f} s"], [restart_s], color=picture.COLORS[6], height=0.6)
-    below.set_xlabel("seconds until training has gone one step further")
+    below.set_xlabel("seconds to the end of the next step (figures at the left: less a normal step)")
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -56,7 +56,7 @@ def narrate(log: Log) -> str | None:
         return None  # said once, at the very end, with the log that has more
     if log.kind == "start":
         return f"training starts: {log.reason}"
-    return {"end": "the job is over: ", "inject": "fault armed: "}.get(log.kind, "") + log.reason
+    return {"end": "the job is over: ", "inject": "fault armed: ", "joined-as-rank": "the spare as "}.get(log.kind, "") + log.reason
 
 
 def _plan_in_words(data: Mapping[str, Any]) -> str:
