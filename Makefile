@@ -22,7 +22,9 @@ demo: $(READY)
 test: $(READY)
 	$(PY) -m pytest --session-timeout=$(TEST_BUDGET_S) $(PYTEST_ARGS) tests
 
-test-all: lint types test
+# The whole matrix of faults, phases and grids, however long it takes, after lint and types.
+test-all: lint types
+	DEADPOOL_FULL_MATRIX=1 $(PY) -m pytest $(PYTEST_ARGS) tests
 
 setup: $(READY)
 
