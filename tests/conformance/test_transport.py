@@ -1,107 +1,32 @@
 """One suite for every Transport (replication/transfer.py): TCP, and a fake in memory. Guarantee 6 on both sides of a transfer.
 
-What only a network can suffer (damage, cuts, floods) is asked of those that have one; `NETWORKED` lists them.
+What only a network can suffer (damage, cuts, stalls) is asked of those that have one; `NETWORKED` lists them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import os
-import socket
-import struct
 import time
 
 import pytest
-from megatron.hotswap.errors import PeerFault, SnapshotMismatch, UsageError
-from megatron.hotswap.replication.tcp import TcpTransport, _proof
-from megatron.hotswap.replication.transfer import ReplicaStore
-from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
-from megatron.hotswap.snapshot.slots import Slots
-from memory_transport import MemoryTransport
+from transport_pair import (
+    METADATA_BYTES,
+    PAYLOAD_BYTES,
+    PREAMBLE_BYTES,
+    SLOT_BYTES,
+    Pair,
+    content,
+    every,
+    networked,
+    on_a_loop,
+    push_as_agents_do,
+    snapshot,
+    soon,
+)
 from wire_proxy import Proxy
 
-RUN, TOKEN = "run-1", "token"
-METADATA_ROOM, PAYLOAD_BYTES = 4096, 1 << 20
-SLOT_BYTES = HEADER_BYTES + METADATA_ROOM + PAYLOAD_BYTES
-METADATA_BYTES = 1000
-#: Bytes of a PUSH before the metadata: proof of the token, verb, header, slot size.
-PREAMBLE_BYTES = 32 + 4 + HEADER_BYTES + 8
-
-TRANSPORTS = {"tcp": TcpTransport, "memory": MemoryTransport}
-NETWORKED = {"tcp": TcpTransport}
-
-
-def on_a_loop(test):
-    """Run an async test, at most 30 s."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30.0))
-
-    return run
-
-
-def snapshot(rank=3, generation=7, run=RUN, seed=0):
-    """Own slots with one snapshot of random bytes, as an agent has them before it pushes."""
-    slots = Slots.create(SLOT_BYTES, 2)
-    slot = generation % 2
-    view = slots.view(slot)
-    view[HEADER_BYTES : HEADER_BYTES + METADATA_BYTES] = os.urandom(METADATA_BYTES)
-    view[SLOT_BYTES - PAYLOAD_BYTES :] = os.urandom(PAYLOAD_BYTES)
-    crc = slots.checksum(slot, METADATA_BYTES, PAYLOAD_BYTES)
-    header = Header(run, rank, generation, bytes([seed] * 32), METADATA_BYTES, PAYLOAD_BYTES, crc)
-    slots.write_header(slot, header)
-    return slots, slot, header
-
-
-def content(slots, slot, header):
-    view = slots.view(slot)
-    return bytes(view[HEADER_BYTES : HEADER_BYTES + header.metadata_bytes]), bytes(view[slots.slot_bytes - header.payload_bytes :])
-
-
-class Pair:
-    """An owner and a holder."""
-
-    def __init__(self, kind, owner_token=TOKEN):
-        self.owner, self.holder = kind(owner_token, "127.0.0.1"), kind(TOKEN, "127.0.0.1")
-        self.store = ReplicaStore(RUN, lambda wanted: None)
-        self.address = ""
-
-    async def __aenter__(self):
-        await self.owner.serve(ReplicaStore(RUN, lambda wanted: None))
-        self.address = await self.holder.serve(self.store)
-        return self
-
-    async def __aexit__(self, *error):
-        await self.owner.close()
-        await self.holder.close()
-
-    async def fetch(self, rank=3, generation=7, run=RUN, address=None):
-        into = Slots.create(SLOT_BYTES, 2)
-        return await self.owner.fetch(address or self.address, run, rank, generation, lambda header, size: (into, header.generation % 2))
-
-
-async def soon(condition, within_s=5.0):
-    """Wait for what happens on the other side."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.005)
-
-
-async def push_as_agents_do(pair, *part):
-    """Once more after a fault: a holder that has refused may have closed the connection."""
-    with contextlib.suppress(PeerFault):
-        await pair.owner.push(pair.address, *part)
-        return
-    await pair.owner.push(pair.address, *part)
-
-
-every = pytest.mark.parametrize("kind", TRANSPORTS.values(), ids=TRANSPORTS.keys())
-networked = pytest.mark.parametrize("kind", NETWORKED.values(), ids=NETWORKED.keys())
-
+from megatron.hotswap.errors import PeerFault, SnapshotMismatch, UsageError
 
 # ---- every transport
 
@@ -412,93 +337,3 @@ async def test_a_stalled_transfer_cannot_write_into_what_came_after_it(kind):
             await stalled
         assert content(*await pair.fetch(generation=7)) == content(*new)
         await proxy.stop()
-
-
-# ---- noise: only the TCP frame is known here
-
-
-async def tcp_client(address, token=TOKEN):
-    host, port = address.rsplit(":", 1)
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(_proof(token, await reader.readexactly(32)))
-    return reader, writer
-
-
-@on_a_loop
-async def test_a_stranger_is_cut_off_before_anything_is_read():
-    async with Pair(TcpTransport) as pair:
-        reader, writer = await tcp_client(pair.address, token="guess")
-        assert await reader.read() == b""
-        writer.close()
-
-
-@pytest.mark.parametrize("payload_bytes", [1 << 60, (1 << 64) - 1])
-@on_a_loop
-async def test_a_header_that_announces_an_absurd_length_costs_no_memory(payload_bytes):
-    async with Pair(TcpTransport) as pair:
-        reader, writer = await tcp_client(pair.address)
-        header = Header(RUN, 3, 7, bytes(32), 0, payload_bytes, 0)
-        writer.write(b"PUSH" + header.pack() + struct.pack("<Q", min(payload_bytes + HEADER_BYTES, (1 << 64) - 1)))
-        answer = await reader.read()
-        assert answer == b"" or answer.startswith(b"NOPE")
-        assert pair.store._slots == {}
-        writer.close()
-        await pair.owner.push(pair.address, *snapshot())  # and others are served
-
-
-@pytest.mark.parametrize("noise", [b"", b"QUIT", b"PUSH" + bytes(5000), os.urandom(9000)], ids=["hangs up", "verb", "zeros", "noise"])
-@on_a_loop
-async def test_nonsense_costs_its_connection_and_nothing_else(noise):
-    async with Pair(TcpTransport) as pair:
-        _, writer = await tcp_client(pair.address)
-        with contextlib.suppress(OSError):
-            writer.write(noise)
-            await writer.drain()
-        writer.close()
-        await pair.owner.push(pair.address, *snapshot())
-        assert pair.store.generations() == {3: (7,)}
-
-
-@on_a_loop
-async def test_an_answer_of_absurd_length_is_refused():
-    """The other direction: a holder that is not one."""
-
-    async def answer(reader, writer):
-        writer.write(bytes(32))
-        await reader.readexactly(PREAMBLE_BYTES)
-        writer.write(b"NOPE" + struct.pack("<Q", 1 << 60))
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()
-    async with Pair(TcpTransport) as pair:
-        with pytest.raises(PeerFault, match="at most 4096 are allowed"):
-            await pair.owner.push(f"{host}:{port}", *snapshot())
-    server.close()
-
-
-@on_a_loop
-async def test_closing_leaves_no_socket_and_no_task():
-    """Guarantee 8."""
-    before = len([f for f in os.listdir("/proc/self/fd") if _is_socket(f)])
-    async with Pair(TcpTransport) as pair:
-        await pair.owner.push(pair.address, *snapshot())
-        await pair.fetch()
-    await soon(lambda: len([f for f in os.listdir("/proc/self/fd") if _is_socket(f)]) <= before)
-    assert len(asyncio.all_tasks()) == 1
-
-
-def _is_socket(fd):
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
-    return False
-
-
-@on_a_loop
-async def test_it_listens_only_on_the_interface_it_was_given():
-    """Recovery traffic must not take a network card that nobody chose."""
-    async with Pair(TcpTransport) as pair:
-        _, port = pair.address.rsplit(":", 1)
-        assert pair.address.startswith("127.0.0.1:")
-        with socket.socket() as other:
-            other.settimeout(1.0)
-            assert other.connect_ex(("127.0.0.2", int(port))) != 0

@@ -61,12 +61,15 @@ class Checkers:
         for rank, holder in enumerate(membership.holders):
             require(
                 membership.members[rank].node != membership.members[holder].node,
-                "guarantee 5", f"rank {rank} and its holder {holder} are both on {membership.members[rank].node}",
+                "guarantee 5",
+                f"rank {rank} and its holder {holder} are both on {membership.members[rank].node}",
             )
         require(generation >= self.peak - 1, "guarantee 3", f"membership {version} goes back to {generation}, {self.peak} was complete")
         for rank, report in reports.items():
             if report.between_steps and report.done is not None and report.done <= generation:
-                require(report.done < generation or not redo, "section rule", f"rank {rank} leaves out its work after step {report.done} unsaid")
+                require(
+                    report.done < generation or not redo, "section rule", f"rank {rank} leaves out its work after step {report.done} unsaid"
+                )
         self.memberships[version] = membership
         self.base[version] = generation
         self.done = dict.fromkeys(range(len(membership.members)), generation)
@@ -123,7 +126,8 @@ class Checkers:
         holder = self.world.agents[membership.members[membership.holders[rank]].incarnation]
         require(
             generation in holder.replicas.generations().get(rank, ()),
-            "guarantee 4", f"rank {rank} counts generation {generation} as held by {holder.incarnation}, which does not have it",
+            "guarantee 4",
+            f"rank {rank} counts generation {generation} as held by {holder.incarnation}, which does not have it",
         )
         version = agent.version
         ranks = self.pairs.setdefault((version, generation), set())
@@ -141,7 +145,8 @@ class Checkers:
         old = worker.own.get(slot)
         if old is not None:
             require(
-                self._replaceable(old, worker.version), "guarantee 4",
+                self._replaceable(old, worker.version),
+                "guarantee 4",
                 f"rank {worker.rank} overwrites its snapshot of generation {old.content.generation} before a newer one is committed",
             )
 
@@ -154,7 +159,8 @@ class Checkers:
         old = store._slots[header.rank].snapshots[slot]
         if old is not None:
             require(
-                self._replaceable(old, holder.version), "guarantee 4",
+                self._replaceable(old, holder.version),
+                "guarantee 4",
                 f"{sender.incarnation} (membership {sender.version}) destroys the replica of rank {header.rank}, generation "
                 f"{old.content.generation} at {holder.incarnation} (membership {holder.version}) with generation {header.generation}",
             )

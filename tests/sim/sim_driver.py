@@ -1,4 +1,6 @@
-"""One schedule: a job, its faults and their times, all from one seed. `python tests/sim/sim_driver.py SEED [COUNT]` repeats it.
+"""One schedule: a job, its faults and their times, all from one seed.
+
+`PYTHONPATH=. python tests/sim/sim_driver.py SEED [COUNT]` repeats it.
 
 The driver delivers messages to the real Control, carries out its decisions, and lets faults strike at any moment, more often
 while a recovery is under way.
@@ -9,11 +11,8 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from sim_checkers import Checkers, Violation
 from sim_fakes import FakeAgent
@@ -62,8 +61,17 @@ class World:
         spares = rng.randint(0, 2)
         self.control = Control(
             ControlConfig(
-                RUN_ID, "token", Grid(world, tensor, pipeline), nodes, spares, lease_s=1.6, heartbeat_interval_s=0.5,
-                halt_timeout_s=3.0, resume_timeout_s=6.0, wait_for_spare_s=5.0, settle_s=2.0,
+                RUN_ID,
+                "token",
+                Grid(world, tensor, pipeline),
+                nodes,
+                spares,
+                lease_s=1.6,
+                heartbeat_interval_s=0.5,
+                halt_timeout_s=3.0,
+                resume_timeout_s=6.0,
+                wait_for_spare_s=5.0,
+                settle_s=2.0,
             )
         )
         self.checkers = Checkers(self)
@@ -146,7 +154,9 @@ class World:
         rng, ranks = self.rng, len(self.everyone)
         if rng.random() < 0.5:  # at moments that matter, else at any time
             self.moments = [[m.Acknowledged, rng.randint(ranks, ranks * self.steps)]]
-            self.moments += [[rng.choice([m.HaltReport, m.Restored, m.FirstStep, m.Acknowledged]), rng.randint(1, 2 * ranks)] for _ in range(2)]
+            self.moments += [
+                [rng.choice([m.HaltReport, m.Restored, m.FirstStep, m.Acknowledged]), rng.randint(1, 2 * ranks)] for _ in range(2)
+            ]
             return
         for _ in range(self.rng.choice([1, 1, 1, 2])):
             self.clock.after(self.rng.uniform(0.05, 0.2 * self.steps), self.fault)

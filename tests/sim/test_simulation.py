@@ -1,7 +1,7 @@
 """The real Control, plan and ReplicaStore under thousands of schedules of faults; and each planted bug is found.
 
 More schedules: DEADPOOL_SIM_SCHEDULES=200000 pytest tests/sim. A failure prints its seed; repeat it with
-`python tests/sim/sim_driver.py SEED`.
+`PYTHONPATH=. python tests/sim/sim_driver.py SEED`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,6 @@ ORIGINAL_HANDLE = Control.handle
 ORIGINAL_CHOOSE = plan.choose
 ORIGINAL_RESUME = Control._resume
 ORIGINAL_GIVE_UP = Control._give_up_silent_ranks
-
 
 
 def slow_copies_many_repeats(world):

@@ -72,7 +72,9 @@ class Story:
         """These nodes say nothing any more; their connections stay open."""
         self.silent |= {self.lives[n] for n in nodes}
 
-    def do_join(self, node: str, life: str = "1", token: str = TOKEN, run: str = RUN_ID, protocol: str = "", workers: str = "") -> list[Any]:
+    def do_join(
+        self, node: str, life: str = "1", token: str = TOKEN, run: str = RUN_ID, protocol: str = "", workers: str = ""
+    ) -> list[Any]:
         """An agent's first message."""
         incarnation = f"{node}.{life}"
         self.lives[node] = incarnation
@@ -83,7 +85,9 @@ class Story:
     def do_warm(self, *nodes: str) -> list[Any]:
         """Every worker of these nodes is warm."""
         return [
-            d for n in nodes for w in range(self.control.config.ranks_per_node)
+            d
+            for n in nodes
+            for w in range(self.control.config.ranks_per_node)
             for d in self._handle(self.lives[n], m.WorkerReady(w, f"{self.lives[n]}:store{w}"))
         ]
 
@@ -112,7 +116,9 @@ class Story:
         v = int(version) if version else self.control.version - 1
         has = tuple(int(g) for g in own.split(",") if g)
         return [
-            d for r in ranks for d in self._handle(
+            d
+            for r in ranks
+            for d in self._handle(
                 self._member(r).incarnation,
                 m.HaltReport(v, int(r), int(done) if done else None, between == "yes", has, f"rank{r}:store"),
             )

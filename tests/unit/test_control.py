@@ -8,12 +8,13 @@ import os
 from pathlib import Path
 
 import pytest
+from story import Story
+
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.phases import CHANGES, Phase, diagram, require_change
 from megatron.hotswap.control.state import _TRANSITIONS, Control, ControlConfig
 from megatron.hotswap.errors import UsageError
 from megatron.hotswap.topology.grid import Grid
-from story import Story
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 

@@ -48,7 +48,11 @@ def test_groups_are_those_of_megatron(grid):
 
 @pytest.mark.parametrize(
     ("sizes", "says"),
-    [((8, 3), "8 is not a multiple of 3 x 1 x 1 = 3"), ((4, 0), "tensor must be at least 1, got 0"), ((0,), "world_size must be at least 1")],
+    [
+        ((8, 3), "8 is not a multiple of 3 x 1 x 1 = 3"),
+        ((4, 0), "tensor must be at least 1, got 0"),
+        ((0,), "world_size must be at least 1"),
+    ],
 )
 def test_impossible_sizes_are_refused_in_words(sizes, says):
     with pytest.raises(UsageError, match=says):

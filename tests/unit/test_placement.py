@@ -52,7 +52,9 @@ def test_load_is_within_one_of_even_where_any_node_may_hold(job):
     """Where the ring does not restrict the choice (data-parallel size 1, or a ring that reaches every node)."""
     grid, node_of = job
     nodes = set(node_of)
-    if not all({node_of[r] for r in ring_elsewhere(grid, rank, node_of)} in (set(), nodes - {node_of[rank]}) for rank in range(grid.world_size)):
+    if not all(
+        {node_of[r] for r in ring_elsewhere(grid, rank, node_of)} in (set(), nodes - {node_of[rank]}) for rank in range(grid.world_size)
+    ):
         return
     load = Counter(dict.fromkeys(nodes, 0))
     load.update(node_of[h] for h in place(grid, node_of))

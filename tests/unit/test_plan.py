@@ -73,7 +73,7 @@ def test_fetch_names_exactly_the_ranks_that_need_it_and_agents_that_hold_it(situ
 @given(protocol_states())
 def test_at_most_one_completed_step_is_run_again(state):
     """Guarantee 3: from any state that fence and slots rule permit, never below the newest completed step minus one."""
-    committed, holdings, replicas = state
+    _, holdings, replicas = state
     choice = choose(holdings, replicas)
     assert isinstance(choice, Choice)
     done = [h.done for h in holdings if h.done is not None]

@@ -4,6 +4,7 @@ import os
 import resource
 
 import pytest
+
 from megatron.hotswap.errors import SnapshotMismatch, UsageError
 from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
 from megatron.hotswap.snapshot.slots import ControlBlock, Slots, Word, require_room
@@ -49,7 +50,7 @@ def test_the_other_slot_is_untouched(slots):
 def test_a_flipped_bit_is_refused(slots, at, bit):
     fill(slots, 0)
     slots.view(0)[at] ^= 1 << bit
-    with pytest.raises(SnapshotMismatch, match="rank 3, generation 7: the checksum is .* the content was damaged"):
+    with pytest.raises(SnapshotMismatch, match=r"rank 3, generation 7: the checksum is .* the content was damaged"):
         slots.verify(0)
 
 

@@ -1,0 +1,98 @@
+"""An owner and a holder of snapshots, on any Transport, for the conformance suite."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import time
+
+import pytest
+from memory_transport import MemoryTransport
+
+from megatron.hotswap.errors import PeerFault
+from megatron.hotswap.replication.tcp import TcpTransport
+from megatron.hotswap.replication.transfer import ReplicaStore
+from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
+from megatron.hotswap.snapshot.slots import Slots
+
+RUN, TOKEN = "run-1", "token"
+METADATA_ROOM, PAYLOAD_BYTES = 4096, 1 << 20
+SLOT_BYTES = HEADER_BYTES + METADATA_ROOM + PAYLOAD_BYTES
+METADATA_BYTES = 1000
+#: Bytes of a PUSH before the metadata: proof of the token, verb, header, slot size.
+PREAMBLE_BYTES = 32 + 4 + HEADER_BYTES + 8
+
+TRANSPORTS = {"tcp": TcpTransport, "memory": MemoryTransport}
+NETWORKED = {"tcp": TcpTransport}
+
+
+def on_a_loop(test):
+    """Run an async test, at most 30 s."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30.0))
+
+    return run
+
+
+def snapshot(rank=3, generation=7, run=RUN, seed=0):
+    """Own slots with one snapshot of random bytes, as an agent has them before it pushes."""
+    slots = Slots.create(SLOT_BYTES, 2)
+    slot = generation % 2
+    view = slots.view(slot)
+    view[HEADER_BYTES : HEADER_BYTES + METADATA_BYTES] = os.urandom(METADATA_BYTES)
+    view[SLOT_BYTES - PAYLOAD_BYTES :] = os.urandom(PAYLOAD_BYTES)
+    crc = slots.checksum(slot, METADATA_BYTES, PAYLOAD_BYTES)
+    header = Header(run, rank, generation, bytes([seed] * 32), METADATA_BYTES, PAYLOAD_BYTES, crc)
+    slots.write_header(slot, header)
+    return slots, slot, header
+
+
+def content(slots, slot, header):
+    view = slots.view(slot)
+    return bytes(view[HEADER_BYTES : HEADER_BYTES + header.metadata_bytes]), bytes(view[slots.slot_bytes - header.payload_bytes :])
+
+
+class Pair:
+    """An owner and a holder."""
+
+    def __init__(self, kind, owner_token=TOKEN):
+        self.owner, self.holder = kind(owner_token, "127.0.0.1"), kind(TOKEN, "127.0.0.1")
+        self.store = ReplicaStore(RUN, lambda wanted: None)
+        self.address = ""
+
+    async def __aenter__(self):
+        await self.owner.serve(ReplicaStore(RUN, lambda wanted: None))
+        self.address = await self.holder.serve(self.store)
+        return self
+
+    async def __aexit__(self, *error):
+        await self.owner.close()
+        await self.holder.close()
+
+    async def fetch(self, rank=3, generation=7, run=RUN, address=None):
+        into = Slots.create(SLOT_BYTES, 2)
+        return await self.owner.fetch(address or self.address, run, rank, generation, lambda header, size: (into, header.generation % 2))
+
+
+async def soon(condition, within_s=5.0):
+    """Wait for what happens on the other side."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.005)
+
+
+async def push_as_agents_do(pair, *part):
+    """Once more after a fault: a holder that has refused may have closed the connection."""
+    with contextlib.suppress(PeerFault):
+        await pair.owner.push(pair.address, *part)
+        return
+    await pair.owner.push(pair.address, *part)
+
+
+every = pytest.mark.parametrize("kind", TRANSPORTS.values(), ids=TRANSPORTS.keys())
+networked = pytest.mark.parametrize("kind", NETWORKED.values(), ids=NETWORKED.keys())
