@@ -8,7 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # Seconds for all tests together; a run of CI may take 90 minutes.
-TEST_BUDGET_S ?= 4500
+TEST_BUDGET_S ?= 4200
 PYTEST_ARGS ?=
 
 PURE := -p megatron.hotswap.control -m megatron.hotswap.recovery.plan -m megatron.hotswap.replication.placement \
