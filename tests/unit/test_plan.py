@@ -43,7 +43,7 @@ def available(rank, holdings, replicas):
     return set(holdings[rank].own) | set(replicas.get(rank, {}))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(situations())
 def test_the_chosen_generation_is_held_for_every_rank_or_there_is_none(situation):
     """Guarantee 2: one generation for all; words if there is no such generation, and only then."""
@@ -58,7 +58,7 @@ def test_the_chosen_generation_is_held_for_every_rank_or_there_is_none(situation
         assert max(common) - choice.generation in (0, 1)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(situations())
 def test_fetch_names_exactly_the_ranks_that_need_it_and_agents_that_hold_it(situation):
     holdings, replicas = situation
@@ -69,7 +69,7 @@ def test_fetch_names_exactly_the_ranks_that_need_it_and_agents_that_hold_it(situ
             assert agent in replicas[rank][choice.generation]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(protocol_states())
 def test_at_most_one_completed_step_is_run_again(state):
     """Guarantee 3: from any state that fence and slots rule permit, never below the newest completed step minus one."""
@@ -80,7 +80,7 @@ def test_at_most_one_completed_step_is_run_again(state):
     assert choice.generation >= max(done) - 1
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(protocol_states())
 def test_interrupted_work_between_steps_is_done_again_or_said_to_be_skipped(state):
     _, holdings, replicas = state
