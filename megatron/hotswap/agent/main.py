@@ -293,7 +293,10 @@ class Agent:
 
     def _arm(self, message: m.Arm) -> None:
         injection = message.injection
-        if injection.at_step is None:
+        if injection.worker >= len(self._workers):
+            workers = f"{len(self._workers)} workers here"
+            self._say(m.Note("inject-refused", f"{self.place.node} has no worker {injection.worker}: {workers}, counted from 0"))
+        elif injection.at_step is None:
             self._strike(injection)
         elif injection.phase == "h2h":
             self._armed.append(injection)

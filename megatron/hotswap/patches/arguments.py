@@ -1,8 +1,9 @@
 """megatron.training.arguments.
 
 Replaced:
-- `parse_args`: the hot-swap flags join the parser; a warm worker waits here for its rank, since everything before it (imports,
-  device) does not depend on the rank and everything after it does; combinations that hot-swap does not cover are refused.
+- `parse_args` (and, while it runs, `add_megatron_arguments`): the hot-swap flags join the parser; a warm worker waits here for its
+  rank, since everything before it (imports, device, the parser) does not depend on the rank and everything after it does;
+  combinations that hot-swap does not cover are refused.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ def join_parser(await_rank: Callable[[], None]) -> None:
     """Patch the parser. `await_rank` puts the rank into the environment."""
     from megatron.training import arguments
 
-    original = arguments.parse_args
+    original, fill = arguments.parse_args, arguments.add_megatron_arguments
+    ready: list[ArgumentParser] = []
 
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
         def provider(parser: ArgumentParser) -> ArgumentParser:
             parser = hotswap_config.add_arguments(parser)
             return extra_args_provider(parser) if extra_args_provider is not None else parser
 
-        await_rank()
+        if not ready:
+            # Megatron reads the sources of its configuration classes to describe 600 flags: most of a second, on no rank's account.
+            ready.append(fill(ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)))
+            await_rank()
+            arguments.add_megatron_arguments = lambda parser: ready[0]
         args = original(provider, ignore_unknown_args)
+        arguments.add_megatron_arguments = fill
         require_covered(args)
         return args
 

@@ -31,6 +31,7 @@ KNOWN = {
     "megatron.training.training:enable_forward_pre_hook": "e19d58ff0dfe6cfe",
     "megatron.training.training:disable_forward_pre_hook": "4defb19dbfd51cca",
     "megatron.training.training:print_datetime": "2134ead899ac1bfc",
+    "megatron.training.arguments:add_megatron_arguments": "580b80fbe5867b22",
     "megatron.training.arguments:parse_args": "9ae61a4f954f0a0d",
     "megatron.training.checkpointing:load_checkpoint": "4f03d48a79382b8c",
     "megatron.training.initialize:_initialize_distributed": "eb2767aec5eacb8d",

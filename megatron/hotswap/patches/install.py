@@ -194,3 +194,16 @@ class HotSwap:
     def _enter(self, phase: str) -> None:
         if self._loop is not None and self._loop.began and self._loop.in_section is None:
             self._session.enter(phase, self._loop.position.generation + 1)
+
+
+def warm() -> None:
+    """Import what the trainer will use and touch the device, so that a spare has done so before it has a rank."""
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel.schedules
+    import megatron.core.tokenizers.text.text_tokenizer
+    import megatron.training.checkpointing  # noqa: F401
+    import torch
+
+    torch.zeros(1, device=torch.cuda.current_device())

@@ -34,7 +34,7 @@ def main() -> None:
     if on_cpu:
         cpu.install()
         argv = [*argv, *cpu.default_flags(argv)]
-    from ..patches.install import HotSwap
+    from ..patches.install import HotSwap, warm
     from .abort import guard_waits
 
     if on_cpu:
@@ -42,7 +42,7 @@ def main() -> None:
     code, text = 0, ""
     try:
         HotSwap(session, config.parse(argv), _store_factory(place.address))
-        _warm()
+        warm()
         sys.argv = [script, *argv]
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
@@ -52,7 +52,8 @@ def main() -> None:
         code, text = 2, str(mistake)
     except BaseException as failure:  # whatever it was, the job must hear of it
         traceback.print_exc()
-        code, text = 1, f"{type(failure).__name__}: {failure}"
+        last = traceback.extract_tb(failure.__traceback__)[-1]  # a bare assert says nothing but its place
+        code, text = 1, f"{type(failure).__name__}: {failure} (in {last.name}, line {last.lineno}: {last.line})"
     sys.stdout.flush()
     if code and session.building:
         end_process(
@@ -79,18 +80,6 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(3)
-
-
-def _warm() -> None:
-    """Import what the trainer will use, so that a spare has it already."""
-    import megatron.core.distributed
-    import megatron.core.models.gpt
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel.schedules
-    import megatron.training.checkpointing  # noqa: F401
-    import torch
-
-    torch.zeros(1, device=torch.cuda.current_device())
 
 
 def _store_factory(address: str):  # type: ignore[no-untyped-def]
