@@ -122,6 +122,8 @@ class Checkers:
 
     def on_acknowledged(self, agent: Any, rank: int, generation: int) -> None:
         """An agent takes a generation of its rank for replicated: the holder must really have it."""
+        if agent.version != max(self.memberships):
+            return  # it was given up and does not know it yet; what it believes is asked again if it ever counts
         membership = agent.membership
         holder = self.world.agents[membership.members[membership.holders[rank]].incarnation]
         require(
