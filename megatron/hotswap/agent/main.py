@@ -264,7 +264,8 @@ class Agent:
                     source, self.place.run_id, rank, plan.generation, lambda h, size: self._reserve_own(worker, h, size)
                 )
             except (PeerFault, SnapshotMismatch) as failure:
-                self._say(m.Note("fetch-failed", f"rank {rank}, generation {plan.generation} from {source}: {failure}"))
+                text = f"generation {plan.generation} could not be fetched from {source}: {failure}"
+                self._say(m.WorkerError(rank, plan.membership.version, 0, True, text))
                 return
             fetched = header.metadata_bytes + header.payload_bytes
             worker.layout_hash = header.layout_hash
@@ -431,7 +432,8 @@ class Agent:
     def _acknowledge(self, worker: WorkerProcess, generation: int) -> None:
         assert worker.rank is not None
         worker.control.set(Word.ACKNOWLEDGED, generation + 1)
-        self._say(m.Acknowledged(worker.rank, generation))
+        assert self._membership is not None
+        self._say(m.Acknowledged(worker.rank, generation, self._membership.version))
 
     async def _strike_in_transfer(self, worker: WorkerProcess, generation: int) -> None:
         for injection in [i for i in self._armed if i.worker == worker.index and (i.at_step or 0) <= generation]:

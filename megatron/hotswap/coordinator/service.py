@@ -95,6 +95,9 @@ class Coordinator:
             yield m.Refused(f"the first message must be Join, got {type(first).__name__} from {context.peer()}")
             return
         incarnation = first.incarnation
+        if incarnation in self._outboxes:
+            yield m.Refused(f"{incarnation} is connected already; every life of an agent has a name of its own")
+            return
         outbox = self._outboxes[incarnation] = asyncio.Queue()
         self._apply(self.control.handle(incarnation, first, time.monotonic()))
         reader = asyncio.get_running_loop().create_task(self._read(incarnation, requests, outbox))

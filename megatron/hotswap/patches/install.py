@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import msgspec
+
 from .. import environment
 from ..agent import local
 from ..config import HotSwapConfig
@@ -177,6 +179,9 @@ class HotSwap:
         self._session.building = False
         loop.join(plan)
         self._plan = None
+        if self._trainer.record is not None:  # the rank that was lost may not have had the time to say it
+            record = msgspec.convert({**self._trainer.record, "version": self._session.version}, m.StepRecord)
+            self._session.say(m.StepDone(record))
         self._reached("rebuild and restore")
         spans = zip(self._milestones, self._milestones[1:], strict=False)
         told = ", ".join(f"{name} {at - before:.3f} s" for (_, before), (name, at) in spans)

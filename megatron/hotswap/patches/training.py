@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from ..control import messages as m
 from ..worker.loop import Loop, StepCall
 from ..worker.session import Session
@@ -85,7 +87,7 @@ class StepRunner:
         if dist.get_rank() != dist.get_world_size() - 1:
             return None
         tokens = local_sizes()["samples"] * local_sizes()["tokens"]
-        return m.StepRecord(
+        record = m.StepRecord(
             step=call.iteration + 1,
             version=self._session.version,
             consumed_samples=self._trainer.consumed_train_samples,
@@ -95,6 +97,8 @@ class StepRunner:
             grad_norm=None if grad_norm is None else float(grad_norm).hex(),
             tokens=tokens,
         )
+        self._trainer.record = msgspec.to_builtins(record)
+        return record
 
     def timers(self) -> dict[str, bool]:
         from megatron.training import get_timers

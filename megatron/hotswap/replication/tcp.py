@@ -81,6 +81,7 @@ class TcpTransport(Transport):
         self._tasks: set[asyncio.Task[None]] = set()
         self._outgoing: dict[str, _Stream] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._receiving: dict[tuple[int, int], asyncio.Task[None] | None] = {}  # (rank, slot) -> who writes into it
         self.bytes_sent = 0
         self.bytes_received = 0
 
@@ -101,21 +102,16 @@ class TcpTransport(Transport):
                 await self._send_slot(stream, b"PUSH", slots, slot, header)
                 verb = await stream.read(4)
                 text = await stream.read_text()
-            except (
-                BaseException
-            ) as broken:  # cancellation too leaves a half-sent frame: the connection is of no more use
+            except BaseException as broken:  # cancellation too leaves a half-sent frame: the connection is of no more use
                 self._drop(address)
                 if isinstance(broken, OSError):
                     raise PeerFault(f"the holder at {address} is gone: {broken}") from broken
                 raise
         if verb != b"OKAY":
-            raise PeerFault(
-                f"the holder at {address} refused rank {header.rank}, generation {header.generation}: {text}"
-            )
+            self._drop(address)  # whoever refuses closes: the body that it did not read is still in the connection
+            raise PeerFault(f"the holder at {address} refused rank {header.rank}, generation {header.generation}: {text}")
 
-    async def fetch(
-        self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve
-    ) -> tuple[Slots, int, Header]:
+    async def fetch(self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve) -> tuple[Slots, int, Header]:
         asked = Header(run_id, rank, generation, bytes(32), 0, 0, 0)
         stream = await self._connect(address)
         try:
@@ -207,22 +203,40 @@ class TcpTransport(Transport):
 
     async def _take(self, stream: _Stream, replicas: ReplicaStore) -> None:
         header, slot_bytes = await self._read_head(stream)
+        if replicas.holds(header) and not replicas.frozen:
+            await self._drain(stream, header.metadata_bytes + header.payload_bytes)
+            await stream.write_text(b"OKAY", "")
+            return
         try:
             slots, slot = replicas.reserve(header, slot_bytes)
         except HotSwapError as refused:
             await stream.write_text(b"NOPE", str(refused))
             raise
+        earlier = self._receiving.get((header.rank, slot))
+        if earlier is not None and earlier is not asyncio.current_task():
+            earlier.cancel()  # a sender that stalled must not write into what comes now
+        self._receiving[header.rank, slot] = asyncio.current_task()
         try:
             await self._read_body(stream, slots, slot, header)
         except SnapshotMismatch as damaged:
             await stream.write_text(b"NOPE", str(damaged))
             return
+        finally:
+            if self._receiving.get((header.rank, slot)) is asyncio.current_task():
+                del self._receiving[header.rank, slot]
         try:
             replicas.complete(header, slot)
         except PeerFault as late:
             await stream.write_text(b"NOPE", str(late))
             return
         await stream.write_text(b"OKAY", "")
+
+    async def _drain(self, stream: _Stream, length: int) -> None:
+        scratch = memoryview(bytearray(min(length, _SOCKET_BUFFER_BYTES)))
+        while length:
+            part = scratch[: min(length, len(scratch))]
+            await stream.read_into(part)
+            length -= len(part)
 
     async def _give(self, stream: _Stream, replicas: ReplicaStore) -> None:
         asked, _ = await self._read_head(stream)
@@ -237,10 +251,7 @@ class TcpTransport(Transport):
         raw = await stream.read(_FRAME_BYTES - 4)
         header = Header.unpack(raw[:HEADER_BYTES])
         (slot_bytes,) = _SIZE.unpack(raw[HEADER_BYTES:])
-        if (
-            slot_bytes
-            and not HEADER_BYTES + header.metadata_bytes + header.payload_bytes <= slot_bytes <= _SLOT_BYTES_MAX
-        ):
+        if slot_bytes and not HEADER_BYTES + header.metadata_bytes + header.payload_bytes <= slot_bytes <= _SLOT_BYTES_MAX:
             raise SnapshotMismatch(
                 f"a slot of {slot_bytes} bytes cannot hold {header.metadata_bytes} + {header.payload_bytes} bytes and a header"
             )

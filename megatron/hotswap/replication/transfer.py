@@ -34,12 +34,11 @@ class ReplicaStore:
 
         Raises:
             SnapshotMismatch: it is of another run.
+            PeerFault: it is not to be taken now, or is older than what is here.
             UsageError: there is no room.
         """
         if header.run_id != self._run_id:
-            raise SnapshotMismatch(
-                f"a snapshot of run {header.run_id!r} was sent to run {self._run_id!r}; it is refused"
-            )
+            raise SnapshotMismatch(f"a snapshot of run {header.run_id!r} was sent to run {self._run_id!r}; it is refused")
         if self.frozen:
             raise PeerFault("the membership is over; what is held here stays as it was reported until the plan is made")
         slots = self._slots.get(header.rank)
@@ -48,16 +47,27 @@ class ReplicaStore:
             slots = self._slots[header.rank] = Slots.create(slot_bytes, REPLICA_SLOTS)
             self._complete[header.rank] = {}
         slot = header.generation % REPLICA_SLOTS
+        newest = self._complete[header.rank].get(slot, -1)
+        if newest > header.generation:  # no recovery goes back that far, so only a node that was given up can send it
+            raise PeerFault(
+                f"generation {header.generation} of rank {header.rank} is older than generation {newest}, which is held here in its place"
+            )
         self._complete[header.rank].pop(slot, None)
         slots.invalidate(slot)
         return slots, slot
 
+    def holds(self, header: Header) -> bool:
+        """Whether this very snapshot is here, complete: then it must not be overwritten by the same from a sender that may die."""
+        try:
+            slots, slot = self.find(header.rank, header.generation)
+            return slots.header(slot) == header
+        except SnapshotMismatch:
+            return False
+
     def complete(self, header: Header, slot: int) -> None:
         """The snapshot is here and checked: it may be restored from."""
         if self.frozen:
-            raise PeerFault(
-                "the membership ended while this snapshot was under way; it was not reported and is not kept"
-            )
+            raise PeerFault("the membership ended while this snapshot was under way; it was not reported and is not kept")
         self._slots[header.rank].write_header(slot, header)
         self._complete[header.rank][slot] = header.generation
 
@@ -99,9 +109,7 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def fetch(
-        self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve
-    ) -> tuple[Slots, int, Header]:
+    async def fetch(self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve) -> tuple[Slots, int, Header]:
         """Bring a replica from the agent at `address` into memory that `reserve` gives.
 
         Raises:

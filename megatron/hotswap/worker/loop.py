@@ -194,10 +194,10 @@ class Loop:
         self.position.generation, self.position.dirty = generation, False
         if not self._proven_by_step:
             self._session.await_commit(call.iteration)
+        stall, self._session.exposed_stall_s = self._session.exposed_stall_s, 0.0
+        record = self._runner.record(call, result, stall)  # goes into the snapshot too: it must not be lost with this rank
         self._snapshots.take(generation)
         self._session.enter("d2h", generation)
-        stall, self._session.exposed_stall_s = self._session.exposed_stall_s, 0.0
-        record = self._runner.record(call, result, stall)
         if record is not None:
             self._session.say(m.StepDone(record))
         if self._first_step_due:

@@ -39,6 +39,7 @@ class Session:
         self.version = 0  # of the membership that the training thread works in
         self.rank: int | None = None
         self.building = False  # a spare that has a rank but no state yet
+        self._fetched: int | None = None  # the generation that its agent has fetched into its slot meanwhile
         self.orders: queue.Queue[m.Halt | local.Plan] = queue.Queue()
         self.abort: Callable[[int], None] = lambda version: None  # set by worker/abort.py
         self.exposed_stall_s = 0.0  # since it was last read
@@ -84,6 +85,7 @@ class Session:
                 )  # before the order is there to be read: who has read it is out, and ends the abort
                 self.orders.put(message)
         elif isinstance(message, local.Plan):
+            self._fetched = message.generation
             self.orders.put(message)
         elif isinstance(message, local.Given):
             self.rank, self.version, self.building = message.rank, message.version, message.fake
@@ -105,7 +107,8 @@ class Session:
                 self.orders.get_nowait()
             except queue.Empty:
                 break
-        self.say(m.HaltReport(over, self.rank, None, False, (), ""))
+        own = () if self._fetched is None else (self._fetched,)
+        self.say(m.HaltReport(over, self.rank, None, False, own, ""))
 
     # ---- the halt
 
