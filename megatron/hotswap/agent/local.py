@@ -61,12 +61,6 @@ class Plan(_Local, frozen=True):
     fetched_bytes: int
 
 
-class NewStore(_Local, frozen=True):
-    """Worker: an unused rendezvous store, for the next membership."""
-
-    store: str
-
-
 class Copying(_Local, frozen=True):
     """Worker: the copy of this generation into its slot has begun; COPIED says when it is complete."""
 
@@ -82,7 +76,6 @@ class Strike(_Local, frozen=True):
 FromWorker = (
     NeedSlots
     | Copying
-    | NewStore
     | Strike
     | m.WorkerReady
     | m.StepDone

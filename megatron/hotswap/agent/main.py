@@ -328,8 +328,6 @@ class Agent:
         elif isinstance(message, local.Copying):
             if not self._replicas.frozen:
                 self._begin_push(worker, message.generation)
-        elif isinstance(message, local.NewStore):
-            self._say(m.WorkerReady(worker.index, message.store))
         elif isinstance(message, local.Strike):
             self._strike(message.injection)
         else:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..recovery.execute import byte_tensor, load_random_state, random_state
 from ..snapshot.engine import NamedTensors
 from ..topology.groups import Groups
+from ..worker.session import end_process
 from . import distrib_optimizer
 from .parallel_state import ParallelState
 
@@ -71,7 +72,7 @@ class MegatronTrainer:
         self.record: dict[str, Any] | None = None  # of the live generation's step
         self.step_of: Callable[[], int] = lambda: 0
         self._iterators: list[ReplayIterator] = []
-        self._builds: list[tuple[Callable[[], Any], tuple[Any, ...]]] = []  # to build data again at another generation
+        self._megatrons_iterators: list[tuple[Any, ...]] = []
         self.built_generation: int | None = None
 
     def attach(self, model: list[Any], optimizer: Any, scheduler: Any) -> None:
@@ -172,30 +173,23 @@ class MegatronTrainer:
 
     # ---- data
 
-    def remember_data(self, build: Callable[[], Any], iterators: tuple[Any, ...]) -> None:
-        """Make Megatron's data iterators readable again. `build` makes them anew, at the samples that args say."""
+    def remember_data(self, iterators: tuple[Any, ...]) -> None:
+        """Make Megatron's data iterators readable again."""
         for iterator in _flat(iterators):
             iterator.iterable = ReplayIterator(iterator.iterable, lambda: self.step_of())
             self._iterators.append(iterator.iterable)
-        self._builds.append((build, iterators))
+        self._megatrons_iterators.append(iterators)
 
     def rewind_data(self, generation: int) -> None:
         if self.built_generation is not None and self.built_generation != generation:
-            raise AssertionError("a spare's data was built for another generation and not built again")
+            # Another loss during the recovery changed the goal. Its agent tells, and the next spare builds for the right one.
+            end_process(3, f"this spare reads data from generation {self.built_generation} on, the job goes back to {generation}")
         self.built_generation = None
         for iterator in self._iterators:
             iterator.rewind(generation)
-        for _, iterators in self._builds:
+        for iterators in self._megatrons_iterators:
             for iterator in _flat(iterators):
                 iterator.saved_microbatches, iterator.replaying, iterator.replay_pos = [], False, 0
-
-    def build_data_again(self) -> None:
-        """For a spare that built for one generation and is to join at another (while its groups do not communicate yet)."""
-        self._iterators.clear()
-        for build, iterators in self._builds:
-            for old, new in zip(_flat(iterators), _flat(build()), strict=True):
-                old.iterable = ReplayIterator(new.iterable, lambda: self.step_of())
-                self._iterators.append(old.iterable)
 
     # ---- groups
 

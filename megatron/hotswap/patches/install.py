@@ -146,7 +146,7 @@ class HotSwap:
     def _data(self, original: Any) -> Any:
         def build_train_valid_test_data_iterators(provider: Any) -> Any:
             iterators = original(provider)
-            self._trainer.remember_data(lambda: original(provider), iterators)
+            self._trainer.remember_data(iterators)
             return iterators
 
         return build_train_valid_test_data_iterators

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,7 +21,6 @@ from ..agent import local
 from ..control import messages as m
 from ..errors import Halted
 from ..recovery.execute import Position, Recovery, Snapshots
-from ..snapshot.slots import Word
 from .session import Session
 
 
@@ -232,11 +230,6 @@ class Loop:
         self.position.dirty = True
         self._session.enter("optimizer", self.position.generation + 1)
 
-    @property
-    def committed(self) -> int:
-        """The newest committed generation that this worker knows of."""
-        return self._session.control.get(Word.COMMITTED) - 1
-
 
 def _is_communication(failure: Exception) -> bool:
     """Whether an exception comes out of torch.distributed: its own types, or a RuntimeError raised below it."""
@@ -253,9 +246,3 @@ def _is_communication(failure: Exception) -> bool:
     return isinstance(failure, RuntimeError) and any(
         w in str(failure) for w in ("gloo", "NCCL", "Connection", "socket")
     )
-
-
-def flush_output() -> None:
-    """What was printed reaches the log."""
-    sys.stdout.flush()
-    sys.stderr.flush()
