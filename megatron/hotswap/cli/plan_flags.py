@@ -205,10 +205,10 @@ def _padded_vocabulary(args: argparse.Namespace, vocabulary: int | None) -> int:
             f"the size of the vocabulary is the tokenizer's ({args.tokenizer_type or 'GPT2BPETokenizer'}), which the plan does not load; "
             "give it before --, as --vocabulary 50257"
         )
-    size += args.vocab_extra_ids
+    size += int(args.vocab_extra_ids)
     if args.no_pad_vocab_size or args.disable_pad_vocab_size:
         return size
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    multiple = int(args.make_vocab_size_divisible_by * args.tensor_model_parallel_size)
     return -(-size // multiple) * multiple
 
 
@@ -326,7 +326,7 @@ def _optimizer(args: argparse.Namespace, step_tensor: bool) -> OptimizerKind:
         bucket_elements=args.ddp_bucket_size,
         buckets=args.ddp_num_buckets,
         high_bandwidth_padding=args.ddp_pad_buckets_for_high_nccl_busbw,
-        buffer_bytes=2 if args.bf16 or args.fp16 else 4,
+        element_bytes=2 if args.bf16 or args.fp16 else 4,
     )
 
 

@@ -39,6 +39,7 @@ class Cluster:
     replicas: int = 1
     host_memory_bytes: int | None = None  # of a node, for slots
     nodes_per_switch: int | None = None
+    interleaved: bool = False  # neighbouring nodes are behind different switches; else behind the same, as long as it has room
     on_gpu: bool = True
 
     @property
@@ -279,6 +280,6 @@ def _losses(cluster: Cluster, nodes: Sequence[int], holders: Sequence[tuple[int,
     switches = kept = None
     if cluster.nodes_per_switch is not None:
         switches = -(-cluster.nodes // cluster.nodes_per_switch)
-        within = [{node // cluster.nodes_per_switch for node in c} for c in copies]
+        within = [{n % switches if cluster.interleaved else n // cluster.nodes_per_switch for n in c} for c in copies]
         kept = switches - len({s.pop() for s in within if len(s) == 1})
     return Losses(cluster.replicas, pairs, survived, switches, kept)

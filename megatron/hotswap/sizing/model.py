@@ -207,12 +207,15 @@ def _norm(name: str, width: int, shape: ModelShape) -> Iterator[Parameter]:
         yield Parameter(f"{name}.bias", width)
 
 
-def buffers(shape: ModelShape, split: Split, stage: int) -> tuple[int, ...]:
-    """Elements of each module tensor of a stage that no optimizer owns: the router's expert bias and its counts."""
+def buffers(shape: ModelShape, split: Split, stage: int, element_bytes: int) -> tuple[int, ...]:
+    """Bytes of each module tensor of a stage that no optimizer owns: each router's token counts and its expert bias.
+
+    The counts have the model's precision (`element_bytes` an element); the bias is always fp32, and Megatron keeps it so.
+    """
     if not (shape.experts and shape.expert_bias):
         return ()
     layers = [n for c in range(split.virtual) for n in chunk_layers(shape, split, stage, c) if shape.moe_layers[n]]
-    return (shape.experts,) * (2 * len(layers))
+    return (element_bytes * shape.experts, 4 * shape.experts) * len(layers)
 
 
 def total_parameters(shape: ModelShape) -> int:

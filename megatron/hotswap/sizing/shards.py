@@ -36,7 +36,7 @@ class OptimizerKind:
     bucket_elements: int | None = None
     buckets: int | None = None  # wanted number, --ddp-num-buckets
     high_bandwidth_padding: bool = False
-    buffer_bytes: int = 4  # an element of a module buffer: 2 under bf16 or fp16
+    element_bytes: int = 4  # of the model's precision: 2 under bf16 or fp16
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class StageSizes:
     ) -> None:
         chunks = [chunk_parameters(shape, split, stage, c) for c in range(split.virtual)]
         self.parameters = sum(p.count for chunk in chunks for p in chunk)
-        self._rest = _tensors(kind.buffer_bytes * n for n in buffers(shape, split, stage))
+        self._rest = _tensors(buffers(shape, split, stage, kind.element_bytes))
         if not kind.distributed:
             whole = _state([p.count for chunk in chunks for p in chunk], kind, self.parameters)
             self._dense, self._expert = [whole], [_tensors([])]
