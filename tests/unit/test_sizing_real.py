@@ -93,7 +93,7 @@ def flags_of(case: Case) -> list[str]:
 
 
 def planned(case: Case) -> Plan:
-    # torch's own Adam, as on every machine without Transformer Engine and Apex: it keeps a step for each parameter.
+    # torch's own Adam, and on a CPU: it keeps a step beside each piece of a parameter.
     flags = read_training_flags(flags_of(case), None, step_tensor=True)
     model_ranks = flags.split.tensor * flags.split.pipeline * flags.split.context
     samples = samples_per_step(flags, case.world_size // model_ranks)

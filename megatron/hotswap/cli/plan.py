@@ -44,9 +44,7 @@ def plan(
     host_memory_gb: Annotated[
         float | None, typer.Option("--host-memory-gb", help="Of a node, free for snapshots.")
     ] = None,
-    torch_adam: Annotated[
-        bool, typer.Option("--torch-adam", help="Neither Transformer Engine nor Apex is there: Adam keeps a step a parameter.")
-    ] = False,
+    on_cpu: Annotated[bool, typer.Option("--on-cpu", help="Train on CPUs, where a snapshot holds a little more.")] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure here what was not given: host copy, CRC32C, loopback TCP.")
     ] = False,
@@ -69,9 +67,9 @@ def plan(
         return _show_measured(measured, console, as_json)
     if nodes is None:
         raise UsageError("--nodes is missing: the plan needs the number of nodes that train")
-    cluster = Cluster(nodes, ranks_per_node, replicas, _whole(_bytes(host_memory_gb)), nodes_per_switch)
+    cluster = Cluster(nodes, ranks_per_node, replicas, _whole(_bytes(host_memory_gb)), nodes_per_switch, on_gpu=not on_cpu)
     speeds = replace(given, **{k: v for k, v in measured.items() if getattr(given, k) is None})
-    answer = make_plan(_job(command, vocabulary, torch_adam, cluster, speeds))
+    answer = make_plan(_job(command, vocabulary, cluster, speeds))
     if as_json:
         print(json.dumps(to_json(answer, sorted(k for k in measured if getattr(given, k) is None))))
     else:
@@ -111,8 +109,8 @@ def _show_measured(measured: dict[str, float], console: Console, as_json: bool) 
         console.print(f"{speed / GB:7.2f} GB/s  {what[name]}", highlight=False)
 
 
-def _job(command: list[str], vocabulary: int | None, torch_adam: bool, cluster: Cluster, speeds: Speeds) -> Job:
-    flags = read_training_flags(command[1:], vocabulary, torch_adam)
+def _job(command: list[str], vocabulary: int | None, cluster: Cluster, speeds: Speeds) -> Job:
+    flags = read_training_flags(command[1:], vocabulary, step_tensor=not cluster.on_gpu)
     split = flags.split
     model_ranks = split.tensor * split.pipeline * split.context
     if cluster.world_size % model_ranks:

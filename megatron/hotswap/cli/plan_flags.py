@@ -121,7 +121,7 @@ def read_training_flags(argv: Sequence[str], vocabulary: int | None, step_tensor
     Args:
         argv: everything after the script's name.
         vocabulary: the tokenizer's size, where the flags alone do not tell it.
-        step_tensor: the optimizer keeps a step a parameter, as torch's own Adam does.
+        step_tensor: Adam keeps a step beside each piece of a parameter, as torch's does on CPUs.
 
     Raises:
         UsageError: a flag is missing, does not fit another, or is one whose effect on a snapshot is not known here.

@@ -25,7 +25,7 @@ SLOTS_EACH = 2
 #: bytes for every parameter.
 METADATA_BYTES_GPU = 14_000
 METADATA_BYTES_CPU = 34_000
-_METADATA_BYTES_PER_TENSOR = 4
+_METADATA_BYTES_PER_TENSOR = 8
 #: Where the time of forward and backward was not given: this share of the step. An assumption, and said to be one.
 FORWARD_BACKWARD_SHARE = 0.9
 

@@ -31,7 +31,7 @@ class OptimizerKind:
 
     distributed: bool
     fp32_tensors: int = 3
-    step_tensor: bool = False  # torch's own Adam keeps a step a parameter; Transformer Engine's and Apex's do not
+    step_tensor: bool = False  # on CPUs torch's Adam keeps a step beside each piece of a parameter
     overlap_grad_reduce: bool = False
     bucket_elements: int | None = None
     buckets: int | None = None  # wanted number, --ddp-num-buckets
