@@ -357,10 +357,10 @@ class Agent:
                 self.place.node,
             )
             self._require_room(slot_bytes * OWN_SLOTS)
+            slots = worker.make_slots(slot_bytes)
         except UsageError as refusal:
             self._tell(worker, local.NoSlots(str(refusal)))
             return
-        slots = worker.make_slots(slot_bytes)
         worker.layout_hash = wanted.layout_hash
         worker.metadata_room_bytes = wanted.metadata_room_bytes
         self._tell(worker, local.SlotsGiven(slot_bytes, OWN_SLOTS), (slots.fd,))
