@@ -67,7 +67,7 @@ class Line:
         low, high = self.threshold.get("min"), self.threshold.get("max")
         if low == high:
             return f"{low:g}"
-        return " and ".join([f"at least {low:g}"] * (low is not None) + [f"at most {high:g}"] * (high is not None))
+        return " and ".join(f"{word} {bound:g}" for word, bound in (("at least", low), ("at most", high)) if bound is not None)
 
     def as_dict(self) -> dict[str, Any]:
         """For the results."""
@@ -222,7 +222,8 @@ def main() -> int:
     parser.add_argument("suite", choices=[*SUITES, "all"])
     suite = parser.parse_args().suite
     console = Console(width=None if sys.stdout.isatty() else 160)
-    return 0 if all([measure(name, console) for name in (SUITES if suite == "all" else [suite])]) else 1
+    good = [measure(name, console) for name in (SUITES if suite == "all" else [suite])]
+    return 0 if all(good) else 1
 
 
 if __name__ == "__main__":

@@ -400,11 +400,13 @@ class Agent:
     async def _replicate(self, worker: WorkerProcess, generation: int) -> None:
         assert worker.slots is not None and worker.rank is not None and worker.layout_hash is not None and self._membership is not None
         slots, slot, membership = worker.slots, generation % OWN_SLOTS, self._membership
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
         while worker.control.get(Word.COPIED) < generation + 1:
             await asyncio.sleep(_COPY_POLL_S)
+        copied = loop.time()
         metadata_bytes = worker.control.get(Word.METADATA_BYTES_0 + slot)
         payload_bytes = slots.slot_bytes - HEADER_BYTES - worker.metadata_room_bytes
-        loop = asyncio.get_running_loop()
         crc = await loop.run_in_executor(None, slots.checksum, slot, metadata_bytes, payload_bytes)
         header = Header(self.place.run_id, worker.rank, generation, worker.layout_hash, metadata_bytes, payload_bytes, crc)
         slots.write_header(slot, header)
@@ -425,13 +427,13 @@ class Agent:
         known = self._replicated.setdefault(worker.rank, set())
         known.difference_update([entry for entry in known if entry[0] < generation - 1])
         known.add((generation, holder.incarnation))
-        self._acknowledge(worker, generation)
+        self._acknowledge(worker, generation, copied - begun, loop.time() - copied)
 
-    def _acknowledge(self, worker: WorkerProcess, generation: int) -> None:
+    def _acknowledge(self, worker: WorkerProcess, generation: int, d2h_s: float | None = None, h2h_s: float | None = None) -> None:
         assert worker.rank is not None
         worker.control.set(Word.ACKNOWLEDGED, generation + 1)
         assert self._membership is not None
-        self._say(m.Acknowledged(worker.rank, generation, self._membership.version))
+        self._say(m.Acknowledged(worker.rank, generation, self._membership.version, d2h_s, h2h_s))
 
     async def _strike_in_transfer(self, worker: WorkerProcess, generation: int) -> None:
         for injection in [i for i in self._armed if i.worker == worker.index and (i.at_step or 0) <= generation]:

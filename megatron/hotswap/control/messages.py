@@ -90,11 +90,15 @@ class Acknowledged(_Message, frozen=True):
     """The holder of `rank` has the whole, checked snapshot of `generation`.
 
     `version` is that of the membership whose holder it is; one of an old membership says nothing about today's holder.
+    `d2h_s` is how long the copy into the own slot took, `h2h_s` how long it took from then on until the holder had it, checksum
+    included; None where nothing was copied, because the holder had it already.
     """
 
     rank: int
     generation: int
     version: int | None = None
+    d2h_s: float | None = None
+    h2h_s: float | None = None
 
 
 class StepDone(_Message, frozen=True):
