@@ -117,7 +117,7 @@ const uint64_t* uint64_values(const py::array& array, const char* name) {
 }
 
 uint64_t submit(CopyQueue& queue, const py::array& sources, const py::array& destinations, const py::array& lengths,
-                uint64_t flag_address, uint64_t flag_value, std::optional<uint64_t> stream) {
+                uint64_t flag_address, uint64_t flag_value, std::optional<uint64_t> stream, uint64_t progress_address) {
   const uint64_t* source = uint64_values(sources, "src");
   const uint64_t* destination = uint64_values(destinations, "dst");
   const uint64_t* length = uint64_values(lengths, "lengths");
@@ -126,7 +126,7 @@ uint64_t submit(CopyQueue& queue, const py::array& sources, const py::array& des
                                destinations.size(), " and ", lengths.size(), ". Build them from one list of tensors."));
   const auto count = static_cast<std::size_t>(sources.size());
   py::gil_scoped_release released;
-  return queue.submit(source, destination, length, count, flag_address, flag_value, stream);
+  return queue.submit(source, destination, length, count, flag_address, flag_value, stream, progress_address);
 }
 
 // Runs wait(seconds) without Python's lock, in slices, so that Ctrl-C and other signals get through to Python in
@@ -185,7 +185,7 @@ void bind_copy_queue(py::module_& module) {
            py::arg("device") = py::none(),
            "A queue and its thread. device None: host memory; an index: that CUDA device.")
       .def("submit", &submit, py::arg("src"), py::arg("dst"), py::arg("lengths"), py::arg("flag_address"),
-           py::arg("flag_value"), py::arg("stream") = py::none(),
+           py::arg("flag_value"), py::arg("stream") = py::none(), py::arg("progress_address") = 0,
            "Queue copies of lengths[i] bytes from src[i] to dst[i]; then flag_value is stored at flag_address. Returns "
            "a ticket.")
       .def("wait", &wait_ticket, py::arg("ticket"), py::arg("timeout_s"),

@@ -7,8 +7,8 @@ tests/style freezes the set of flags.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from .errors import UsageError
@@ -25,6 +25,10 @@ class HotSwapConfig:
     resume_timeout_s: float
     collective_timeout_s: float
     wait_for_spare_s: float
+    replicas: int
+    failure_domain: str  # node, switch, or a file
+    interval: int  # steps
+    when_late: str  # wait or skip
     host_memory_max_bytes: int | None
     interface: str | None
 
@@ -33,6 +37,9 @@ class HotSwapConfig:
             value = getattr(self, name)
             if value <= 0:
                 raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be greater than 0, got {value}")
+        for name in ("replicas", "interval"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--hot-swap-{name} must be at least 1, got {getattr(self, name)}")
         if self.halt_timeout_s <= self.collective_timeout_s:
             raise UsageError(
                 f"--hot-swap-halt-timeout-s ({self.halt_timeout_s}) must be longer than --hot-swap-collective-timeout-s "
@@ -40,90 +47,119 @@ class HotSwapConfig:
             )
 
 
+@dataclass(frozen=True)
+class _Flag:
+    name: str  # without --hot-swap-
+    kind: Callable[[str], object]
+    default: object
+    metavar: str | None
+    help: str
+    choices: tuple[str, ...] | None = None
+
+
+_DEADLINES = (
+    _Flag("lease-s", float, 3.0, "S", "a node that is silent for this long is given up (default: %(default)s)"),
+    _Flag("heartbeat-interval-s", float, 0.5, "S", "how often an agent says that it lives (default: %(default)s)"),
+    _Flag(
+        "collective-timeout-s",
+        float,
+        20.0,
+        "S",
+        "timeout of gloo groups, the last means to end a collective that cannot be aborted; must exceed the longest wait between "
+        "ranks, such as a checkpoint that one rank writes (default: %(default)s)",
+    ),
+    _Flag(
+        "halt-timeout-s",
+        float,
+        45.0,
+        "S",
+        "a survivor that is not out of its step this long after the halt is given up (default: %(default)s)",
+    ),
+    _Flag(
+        "resume-timeout-s",
+        float,
+        180.0,
+        "S",
+        "a rank that has not restored its state this long after the plan is given up (default: %(default)s)",
+    ),
+    _Flag(
+        "wait-for-spare-s",
+        float,
+        60.0,
+        "S",
+        "how long a rank without a spare is waited for before the job ends with code 75 (default: %(default)s)",
+    ),
+)
+_SNAPSHOTS = (
+    _Flag(
+        "replicas",
+        int,
+        1,
+        "R",
+        "replicas of each rank's snapshot, on as many other nodes: any R nodes may be lost at one moment (default: %(default)s)",
+    ),
+    _Flag(
+        "failure-domain",
+        str,
+        "node",
+        "node|switch|FILE",
+        "what replicas must leave: the node, the leaf switch as Slurm knows it, or what FILE says of each node, in lines of "
+        "'NODE DOMAIN' or of Slurm's topology.conf (default: %(default)s)",
+    ),
+    _Flag(
+        "interval",
+        int,
+        1,
+        "N",
+        "take a snapshot every N steps: a loss runs at most 2N - 1 completed steps again (default: %(default)s)",
+    ),
+    _Flag(
+        "when-late",
+        str,
+        "wait",
+        None,
+        "when a snapshot is due and the one before is not replicated yet: wait for it (counted as exposed stall), or skip the new one "
+        "(counted as skipped; a loss then costs more steps) (default: %(default)s)",
+        choices=("wait", "skip"),
+    ),
+    _Flag(
+        "host-memory-max-bytes",
+        int,
+        None,
+        "BYTES",
+        "most host memory that a node's slots may take (default: what the node has available)",
+    ),
+    _Flag(
+        "interface",
+        str,
+        None,
+        "ADDRESS",
+        "address of the network interface that snapshots travel over (default: the one that reaches the coordinator)",
+    ),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the hot-swap flags to a parser (Megatron's or the agent's)."""
     group = parser.add_argument_group("hot-swap", "survive the loss of nodes (Deadpool)")
-    add = group.add_argument
-    add("--hot-swap", action="store_true", help="keep training through the loss of nodes")
-    add(
+    group.add_argument("--hot-swap", action="store_true", help="keep training through the loss of nodes")
+    group.add_argument(
         "--hot-swap-run-dir",
         type=Path,
         default=Path("runs/latest"),
         metavar="DIR",
         help="where steps.jsonl, events.jsonl, summary.json and logs go (default: %(default)s)",
     )
-    add(
-        "--hot-swap-lease-s",
-        type=float,
-        default=3.0,
-        metavar="S",
-        help="a node that is silent for this long is given up (default: %(default)s)",
-    )
-    add(
-        "--hot-swap-heartbeat-interval-s",
-        type=float,
-        default=0.5,
-        metavar="S",
-        help="how often an agent says that it lives (default: %(default)s)",
-    )
-    add(
-        "--hot-swap-collective-timeout-s",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="timeout of gloo groups, the last means to end a collective that cannot be aborted; must exceed the longest "
-        "wait between ranks, such as a checkpoint that one rank writes (default: %(default)s)",
-    )
-    add(
-        "--hot-swap-halt-timeout-s",
-        type=float,
-        default=45.0,
-        metavar="S",
-        help="a survivor that is not out of its step this long after the halt is given up (default: %(default)s)",
-    )
-    add(
-        "--hot-swap-resume-timeout-s",
-        type=float,
-        default=180.0,
-        metavar="S",
-        help="a rank that has not restored its state this long after the plan is given up (default: %(default)s)",
-    )
-    add(
-        "--hot-swap-wait-for-spare-s",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="how long a rank without a spare is waited for before the job ends with code 75 (default: %(default)s)",
-    )
-    add(
-        "--hot-swap-host-memory-max-bytes",
-        type=int,
-        default=None,
-        metavar="BYTES",
-        help="most host memory that a node's slots may take (default: what the node has available)",
-    )
-    add(
-        "--hot-swap-interface",
-        default=None,
-        metavar="ADDRESS",
-        help="address of the network interface that snapshots travel over (default: the one that reaches the coordinator)",
-    )
+    for flag in (*_DEADLINES, *_SNAPSHOTS):
+        group.add_argument(
+            f"--hot-swap-{flag.name}", type=flag.kind, default=flag.default, metavar=flag.metavar, help=flag.help, choices=flag.choices
+        )
     return parser
 
 
 def from_namespace(args: argparse.Namespace) -> HotSwapConfig:
     """The dataclass from parsed flags."""
-    return HotSwapConfig(
-        run_dir=args.hot_swap_run_dir,
-        lease_s=args.hot_swap_lease_s,
-        heartbeat_interval_s=args.hot_swap_heartbeat_interval_s,
-        halt_timeout_s=args.hot_swap_halt_timeout_s,
-        resume_timeout_s=args.hot_swap_resume_timeout_s,
-        collective_timeout_s=args.hot_swap_collective_timeout_s,
-        wait_for_spare_s=args.hot_swap_wait_for_spare_s,
-        host_memory_max_bytes=args.hot_swap_host_memory_max_bytes,
-        interface=args.hot_swap_interface,
-    )
+    return HotSwapConfig(**{field.name: getattr(args, f"hot_swap_{field.name}") for field in fields(HotSwapConfig)})
 
 
 def parse(argv: Sequence[str]) -> HotSwapConfig:

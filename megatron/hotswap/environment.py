@@ -39,6 +39,7 @@ class WorkerEnvironment:
     link_fd: int
     control_fd: int
     run_id: str
+    incarnation: str  # of the agent
     node: str
     worker: int
     workers: int
@@ -50,6 +51,7 @@ class WorkerEnvironment:
             "DEADPOOL_LINK_FD": str(self.link_fd),
             "DEADPOOL_CONTROL_FD": str(self.control_fd),
             "DEADPOOL_RUN_ID": self.run_id,
+            "DEADPOOL_INCARNATION": self.incarnation,
             "DEADPOOL_NODE": self.node,
             "DEADPOOL_WORKER": str(self.worker),
             "DEADPOOL_WORKERS": str(self.workers),
@@ -80,6 +82,15 @@ def agent() -> AgentEnvironment:
     )
 
 
+def slurm_topology() -> tuple[str, str] | None:
+    """The node's place in the network as Slurm tells its tasks: (names from the top down to the node, what each is), with dots
+    between; None where it does not."""
+    env = os.environ
+    if "SLURM_TOPOLOGY_ADDR" not in env:
+        return None
+    return env["SLURM_TOPOLOGY_ADDR"], env.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
+
+
 def in_training() -> bool:
     """Whether this process was started by an agent to train a rank (or by such a process)."""
     return "DEADPOOL_WORKER" in os.environ
@@ -92,6 +103,7 @@ def worker() -> WorkerEnvironment:
         int(env.pop("DEADPOOL_LINK_FD")),
         int(env.pop("DEADPOOL_CONTROL_FD")),
         env["DEADPOOL_RUN_ID"],
+        env["DEADPOOL_INCARNATION"],
         env["DEADPOOL_NODE"],
         int(env["DEADPOOL_WORKER"]),
         int(env["DEADPOOL_WORKERS"]),

@@ -32,14 +32,19 @@ def faults_of(index: int, name: str) -> list[Fault]:
     return [every[(index * 4 + i * 5) % len(every)] for i in range(4)]
 
 
+def own_shared_memory() -> set[str]:
+    """What this user has in /dev/shm: others may come and go."""
+    return {entry.name for entry in os.scandir("/dev/shm") if entry.stat(follow_symlinks=False).st_uid == os.getuid()}
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """No process, and nothing in /dev/shm, outlives a test."""
-    shared = set(os.listdir("/dev/shm"))
+    shared = own_shared_memory()
     yield
     left = [p.cmdline() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     assert not [c for c in left if "megatron.hotswap" in " ".join(c)]
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert own_shared_memory() <= shared
 
 
 @pytest.mark.parametrize("name", GRIDS)

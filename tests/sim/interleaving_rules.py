@@ -3,14 +3,16 @@ and a snapshot every N steps:
 
 2  a restored job is one generation, and every rank's bytes are that generation's
 3  as long as no more than R nodes are lost before redundancy is complete again, there is something to go back to, and it is at
-   most N steps before the newest step that every rank had completed
-4  a complete snapshot, own or replica, is overwritten only when a newer generation is held by every rank and every holder; what
-   is counted as acknowledged is really there
+   most 2N - 1 steps before the newest step that every rank had completed; where late snapshots are skipped, it is the newest
+   committed generation or a later one
+4  a complete snapshot, own or replica, is overwritten only when a newer generation is held by every rank and every holder, or
+   when its own never will be; what is counted as acknowledged is really there
 6  nothing is counted or loaded whose bytes are not those of its rank and generation
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.hotswap.errors import HotSwapError
@@ -34,6 +36,8 @@ class Checks:
         self.peak = 0  # newest step that all ranks had completed
         self.base = 0  # generation that the present membership began from
         self.committed = -1  # newest generation that is complete everywhere, in the present membership
+        self.void: set[int] = set()  # generations that some rank has skipped, in the present membership
+        self.safe = 0  # newest generation that was ever committed, as far as the job has not gone back before it
         self.lost = world.holders_per_rank + 1  # nodes, since redundancy was last complete; at start it never was
         self._replicated: dict[int, set[int]] = {}
 
@@ -50,13 +54,13 @@ class Checks:
             self.peak = max(self.peak, min(done))
 
     def on_overwrite(self, slots: Any, slot: int, whose: str) -> None:
-        """A slot is about to be invalidated."""
-        header = slots.headers[slot]
+        """A slot has been invalidated, to be written."""
+        header = slots.replaced
         if header is None:
             return
         obsolete = slots.written_in[slot] < self.world.version and header.generation != self.base
         require(
-            obsolete or self.committed > header.generation,
+            obsolete or self.committed > header.generation or header.generation in self.void,
             "guarantee 4",
             f"{whose} of generation {header.generation} is overwritten, committed is {self.committed}",
         )
@@ -82,6 +86,7 @@ class Checks:
         if len(ranks) == len(self.world.ranks):
             # With a node lost meanwhile it is not everywhere, but each rank's snapshot is somewhere, and that is what counts.
             self.committed = max(self.committed, generation)
+            self.safe = max(self.safe, self.committed)
             if not self.world.recovering:
                 self.lost = 0
 
@@ -98,10 +103,12 @@ class Checks:
         """The plan has a generation."""
         if self.lost > self.world.holders_per_rank:
             return
-        step, interval = generation * self.world.interval, self.world.interval
-        require(step >= self.peak - interval, "guarantee 3", f"back to step {step}, {self.peak} was complete; N is {interval}")
+        interval = self.world.interval
+        least = self.safe if self.world.skip else self.peak - (2 * interval - 1)
+        what = f"back to step {generation}, {self.peak} was complete and {self.safe} committed; N is {interval}"
+        require(generation >= least, "guarantee 3", what)
 
-    def on_fetch(self, rank: int, generation: int, sources: list[str]) -> Any:
+    def on_fetch(self, rank: int, generation: int, sources: Sequence[str]) -> Any:
         """The node that a snapshot is fetched from."""
         require(bool(sources), "guarantee 2", f"nobody holds generation {generation} for rank {rank}, which is to be restored")
         source = next(n for n in self.world.nodes if n.name == sorted(sources)[0])
@@ -114,15 +121,16 @@ class Checks:
 
     def on_restore(self, rank: Any, generation: int) -> None:
         """A rank is about to load its own slot."""
-        slot = self.world.slot_of(generation)
         require(
-            self.whole(rank.own, slot, rank.rank, generation),
+            generation in rank.held.values() and self.whole(rank.own, rank.slot_of(generation), rank.rank, generation),
             "guarantee 2",
-            f"rank {rank.rank} is to load generation {generation}, its slot has {rank.own.parts[slot]}",
+            f"rank {rank.rank} is to load generation {generation}, its slots have {rank.own.parts}",
         )
 
     def on_resume(self, generation: int) -> None:
         """A new membership begins."""
         self.base, self.committed = generation, -1
         self._replicated.clear()
-        self.peak = max(generation * self.world.interval, 0)
+        self.void.clear()
+        self.peak = generation
+        self.safe = min(self.safe, generation)

@@ -4,8 +4,9 @@
 
 Smaller and finer than sim_driver.py: no Control, no clock, no messages. Every rank's training thread, its copy, each transfer to
 each of its R holders and the recovery are *actors*, written as generators that yield wherever another process may get ahead. Real
-are the ReplicaStore of every node, recovery/plan.choose, headers and the slot rule; a slot's content is two parts, moved one at a
-time, so that what may be torn is torn. A snapshot is taken every N steps; generation g is the one of step g * N.
+are the ReplicaStore of every node, control/commits.py, recovery/plan.choose, headers and the rule that picks a slot; a slot's
+content is two parts, moved one at a time, so that what may be torn is torn. A snapshot is taken every N steps; where the one before
+is late then, it is waited for, or the new one is skipped.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 from interleaving_rules import Checks, Violation
 
-from megatron.hotswap.errors import HotSwapError
+from megatron.hotswap.control.commits import Commits
+from megatron.hotswap.errors import HotSwapError, SnapshotMismatch
 from megatron.hotswap.recovery import plan
 from megatron.hotswap.replication import transfer
 from megatron.hotswap.snapshot.layout import Header
+from megatron.hotswap.snapshot.slots import next_slot
 
 PARTS = 2
 SLOT_BYTES = 8192
@@ -42,6 +45,7 @@ class PartSlots:
         self.parts: list[list[Any]] = [[None] * PARTS, [None] * PARTS]
         self.headers: list[Header | None] = [None, None]
         self.written_in = [0, 0]  # the membership of whoever wrote it
+        self.replaced: Header | None = None  # what the last slot that was invalidated had held
 
     @classmethod
     def create(cls, slot_bytes: int, count: int) -> PartSlots:
@@ -50,7 +54,7 @@ class PartSlots:
 
     def invalidate(self, slot: int) -> None:
         """As Slots.invalidate."""
-        self.headers[slot] = None
+        self.replaced, self.headers[slot] = self.headers[slot], None
 
     def write_header(self, slot: int, header: Header) -> None:
         """As Slots.write_header."""
@@ -63,6 +67,10 @@ class PartSlots:
     def checksum(self, slot: int) -> int:
         """Of the content as it is now."""
         return zlib.crc32(repr(self.parts[slot]).encode())
+
+    def go_back(self, generation: int) -> None:
+        """What is newer counts no more: it is of steps that will be run again."""
+        self.headers = [h if h is not None and h.generation <= generation else None for h in self.headers]
 
     def close(self) -> None:
         """As Slots.close."""
@@ -88,12 +96,23 @@ class Rank:
     live: int = 0  # step that the live state is the result of
     done: int | None = 0  # newest completed step, or None for a replaced rank without a state
     own: PartSlots = field(default_factory=PartSlots)
+    held: dict[int, int] = field(default_factory=dict)  # own slot -> generation that is there or on its way there
     complete: set[int] = field(default_factory=set)  # generations that are whole in the own slots
     copied: int = -1
     acknowledged: int = -1
     committed: int = -1
+    void: int = -1
     copying: bool = False
     replicated: set[tuple[int, str]] = field(default_factory=set)  # (generation, holder) acknowledged in this life
+
+    @property
+    def newest(self) -> int:
+        """The newest generation in the own slots, or on its way there."""
+        return max(self.held.values(), default=-1)
+
+    def slot_of(self, generation: int) -> int:
+        """Where a generation is."""
+        return next(slot for slot, there in self.held.items() if there == generation)
 
 
 @dataclass
@@ -115,6 +134,7 @@ class World:
         ranks = rng.choice([2, 2, 3, 3, 4])
         self.holders_per_rank = rng.randint(1, min(2, ranks - 1))
         self.interval = rng.choice([1, 1, 2, 3])
+        self.skip = rng.random() < 0.25
         self.steps = self.interval * rng.randint(2, 4)
         self.proven_by_step = rng.random() < 0.5
         self.damage_chance = rng.choice([0.0, 0.1])
@@ -125,7 +145,7 @@ class World:
         self.ranks = [Rank(i, node) for i, node in enumerate(self.nodes)]
         self.processes: list[Process] = []
         self.passed: dict[tuple[int, int], set[int]] = {}  # (version, step) -> ranks behind that step's fence
-        self.told: dict[int, set[int]] = {}  # generation -> ranks whose acknowledgement the coordinator has, in this membership
+        self.commits = Commits(ranks)
         self.ended: str | None = None
         self.outcome = ""  # what run() returned
         self.checks = Checks(self)
@@ -136,7 +156,7 @@ class World:
     def run(self) -> str:
         """Until training is done, or nothing is left to go back to; returns which."""
         for rank in self.ranks:
-            self._take(rank, 0)
+            self._take(rank, keep=-1)
             self._spawn(self.train(rank, rank.node.version), rank.node, "train")
         while self.ended is None:
             self.events += 1
@@ -192,47 +212,63 @@ class World:
             yield None
             rank.done = step
             self.checks.on_step()
-            if step % self.interval == 0:
-                generation = step // self.interval
-                if not self.proven_by_step:
-                    yield from self.await_commit(rank, generation - 1)
-                self._take(rank, generation)
+            if self.due(step):
+                if not self.skip and not self.proven_by_step:
+                    yield from self.await_commit(rank, rank.newest)
+                self._take_or_skip(rank, step)
+
+    def due(self, step: int) -> bool:
+        """Whether a snapshot is taken after this step."""
+        return step % self.interval == 0
 
     def fence(self, rank: Rank) -> Actor:
-        """Before main parameters change: the newest snapshot must be copied, and acknowledged by its holders."""
-        generation = rank.live // self.interval
-        yield lambda: rank.copied >= generation
-        yield lambda: rank.acknowledged >= generation
+        """Before main parameters change: the newest snapshot must be copied; and before the next one, its holders must have it."""
+        newest = rank.newest
+        yield lambda: rank.copied >= newest
+        if self.due(rank.live + 1) and not self.skip:
+            yield lambda: rank.acknowledged >= newest
 
     def await_commit(self, rank: Rank, generation: int) -> Actor:
-        """Before the slot of the generation before is overwritten."""
+        """Before the slot of an older generation is overwritten."""
         yield lambda: rank.committed >= generation
 
-    def _take(self, rank: Rank, generation: int) -> None:
-        slot = self.slot_of(generation)
-        self.checks.on_overwrite(rank.own, slot, f"rank {rank.rank}'s own slot")
+    def _take_or_skip(self, rank: Rank, generation: int) -> None:
+        if not self.skip:
+            self._take(rank, keep=rank.newest)
+        elif rank.newest in (rank.committed, rank.void):
+            self._take(rank, keep=rank.committed)
+        elif not self.recovering:
+            self.checks.void.add(generation)
+            if self.commits.skip(generation):
+                self._spawn(self.say_void(generation, self.version), None, "void")
+
+    def _take(self, rank: Rank, keep: int) -> None:
+        generation, slot = rank.live, self.pick_slot(rank.held, keep)
         rank.own.invalidate(slot)
-        rank.complete = {g for g in rank.complete if self.slot_of(g) != slot}
+        self.checks.on_overwrite(rank.own, slot, f"rank {rank.rank}'s own slot")
+        rank.complete.discard(rank.held.get(slot, -1))
+        rank.held[slot] = generation
         rank.copying = True
-        self._spawn(self.copy(rank, generation, slot, rank.node.version), rank.node, "copy")
+        self._spawn(self.copy(rank, generation, slot, keep, rank.node.version), rank.node, "copy")
 
     @staticmethod
-    def slot_of(generation: int) -> int:
-        """The slot rule."""
-        return generation % 2
+    def pick_slot(held: dict[int, int], keep: int) -> int:
+        """The rule of own slots."""
+        return next_slot(held, keep)
 
-    def copy(self, rank: Rank, generation: int, slot: int, version: int) -> Actor:
+    def copy(self, rank: Rank, generation: int, slot: int, keep: int, version: int) -> Actor:
         """D2H: parts of the live state, whatever it is at that moment; then the header, by the agent."""
         for part in range(PARTS):
             yield None
-            exact = generation * self.interval == rank.live
-            rank.own.parts[slot][part] = (rank.rank, generation) if exact else ("torn", rank.live)
+            rank.own.parts[slot][part] = (rank.rank, rank.live)
         rank.copied, rank.copying = generation, False
         yield None
+        if rank.held.get(slot) != generation:  # skipped by another rank, and its slot is being written again
+            return
         self._write_header(rank, generation, slot, version)
         rank.complete.add(generation)
         if not rank.node.halted:
-            self._replicate(rank, generation)
+            self._replicate(rank, generation, keep)
 
     @staticmethod
     def _write_header(rank: Rank, generation: int, slot: int, version: int) -> None:
@@ -246,18 +282,18 @@ class World:
         """The agents that hold replicas of a rank: those of the next ranks, each on a node of its own."""
         return [self.ranks[(rank + i) % len(self.ranks)].node for i in range(1, self.holders_per_rank + 1)]
 
-    def _replicate(self, rank: Rank, generation: int) -> None:
+    def _replicate(self, rank: Rank, generation: int, keep: int) -> None:
         for holder in self.holders(rank.rank):
             if (generation, holder.name) in rank.replicated:
                 self._acknowledge(rank, generation)
             else:
                 process = self._spawn(iter(()), rank.node, "push")  # type: ignore[arg-type]
-                process.actor = self.push(rank, generation, holder, process, rank.node.version)
+                process.actor = self.push(rank, generation, holder, process, rank.slot_of(generation), keep)
 
-    def push(self, rank: Rank, generation: int, holder: Node, process: Process, version: int) -> Actor:
-        """One transfer, sent again until it is acknowledged."""
-        source = self.slot_of(generation)
-        while True:
+    def push(self, rank: Rank, generation: int, holder: Node, process: Process, source: int, keep: int) -> Actor:
+        """One transfer, sent again until it is acknowledged; not one of a generation that will never be committed."""
+        version = rank.node.version  # no other can begin before the first event of this: a halt ends it
+        while rank.void < generation:
             yield None
             process.delivered = False
             if not rank.node.alive or rank.node.halted or rank.node.version != version:
@@ -265,10 +301,11 @@ class World:
             if not holder.alive:
                 continue  # a halt will end this
             header = rank.own.header(source)
-            assert header is not None
-            if not (holder.replicas.holds(header) and not holder.replicas.frozen):
+            if header is None or header.generation != generation:
+                return  # given up, and its slot is used for another
+            if not self.has_it(holder, header):
                 try:
-                    slots, slot = self._reserve(rank, holder, header, process)
+                    slots, slot = self._reserve(rank, holder, header, process, keep)
                 except HotSwapError:
                     continue
                 for part in range(PARTS):
@@ -291,13 +328,18 @@ class World:
                 self._acknowledge(rank, generation)
             return
 
-    def _reserve(self, rank: Rank, holder: Node, header: Header, process: Process) -> tuple[PartSlots, int]:
-        held = holder.replicas._slots.get(rank.rank)
-        slot = self.slot_of(header.generation)
-        before = None if held is None else held.headers[slot]  # type: ignore[attr-defined]
-        if before is not None and not holder.replicas.frozen and before.generation <= header.generation:
-            self.checks.on_overwrite(held, slot, f"the replica of rank {rank.rank} at {holder.name}")
-        slots, slot = holder.replicas.reserve(header, SLOT_BYTES)
+    @staticmethod
+    def has_it(holder: Node, header: Header) -> bool:
+        """Whether the holder has this very snapshot: then its bytes are read and dropped."""
+        try:
+            slots, slot = holder.replicas.find(header.rank, header.generation)
+        except SnapshotMismatch:
+            return False
+        return slots.header(slot) == header and not holder.replicas.frozen
+
+    def _reserve(self, rank: Rank, holder: Node, header: Header, process: Process, keep: int) -> tuple[PartSlots, int]:
+        slots, slot = holder.replicas.reserve(header, SLOT_BYTES, keep=keep)
+        self.checks.on_overwrite(slots, slot, f"the replica of rank {rank.rank} at {holder.name}")  # type: ignore[arg-type]
         earlier = holder.receiving.get((rank.rank, slot))
         if earlier is not None and earlier is not process:
             self._end(lambda p: p is earlier)
@@ -319,11 +361,8 @@ class World:
         if all((generation, h.name) in rank.replicated for h in self.holders(rank.rank)):
             rank.acknowledged = max(rank.acknowledged, generation)
             self.checks.on_replicated(rank.rank, generation)
-            if self.recovering:  # the coordinator has ended this membership, and its acknowledgements say nothing any more
-                return
-            told = self.told.setdefault(generation, set())
-            told.add(rank.rank)
-            if len(told) == len(self.ranks):
+            # Once the coordinator has ended this membership, its acknowledgements say nothing any more.
+            if not self.recovering and self.commits.acknowledge(rank.rank, generation):
                 self._spawn(self.say_committed(generation, self.version), None, "commit")
 
     def say_committed(self, generation: int, version: int) -> Actor:
@@ -332,6 +371,13 @@ class World:
             yield None
             if rank.node.version == version and not rank.node.halted:
                 rank.committed = max(rank.committed, generation)
+
+    def say_void(self, generation: int, version: int) -> Actor:
+        """The same of a generation that some rank has skipped."""
+        for rank in self.rng.sample(self.ranks, len(self.ranks)):
+            yield None
+            if rank.node.version == version and not rank.node.halted:
+                rank.void = max(rank.void, generation)
 
     # ---- death and recovery
 
@@ -372,18 +418,23 @@ class World:
         self._replace()
         for rank in self.ranks:
             if rank.rank in choice.fetch:
-                yield from self.fetch(rank, choice.generation, replicas[rank.rank].get(choice.generation, []))
+                yield from self.fetch(rank, choice.generation, choice.fetch[rank.rank])
             yield None
-            self.checks.on_restore(rank, choice.generation)
-            rank.live = rank.done = choice.generation * self.interval
-            rank.copied, rank.acknowledged = choice.generation, choice.generation - 1
-            rank.committed = min(rank.committed, choice.generation - 1)
+            self._restore(rank, choice.generation)
         self._go_on(choice.generation)
 
     def _halt(self, rank: Rank) -> None:
         node = rank.node
         node.halted = node.replicas.frozen = True
         self._end(lambda p: p.node is node and (p.kind == "train" or (p.kind == "push" and not p.delivered)))
+
+    def _restore(self, rank: Rank, generation: int) -> None:
+        self.checks.on_restore(rank, generation)
+        rank.live = rank.done = rank.copied = generation
+        rank.acknowledged, rank.committed, rank.void = generation - 1, min(rank.committed, generation - 1), -1
+        rank.held = {slot: there for slot, there in rank.held.items() if there <= generation}
+        rank.complete = {there for there in rank.complete if there <= generation}
+        rank.replicated = {entry for entry in rank.replicated if entry[0] <= generation}
 
     def _replace(self) -> None:
         for rank in self.ranks:
@@ -393,11 +444,12 @@ class World:
                 self.nodes.append(node)
                 self.ranks[rank.rank] = Rank(rank.rank, node, live=-1, done=None)
 
-    def fetch(self, rank: Rank, generation: int, sources: list[str]) -> Actor:
-        """A replaced rank's agent brings its snapshot; a damaged transfer is fetched again."""
+    def fetch(self, rank: Rank, generation: int, sources: Sequence[str]) -> Actor:
+        """A rank without the generation gets it from a holder; a damaged transfer is fetched again."""
         source = self.checks.on_fetch(rank.rank, generation, sources)
         slots, there = source.replicas.find(rank.rank, generation)
-        header, slot = slots.header(there), self.slot_of(generation)
+        header, slot = slots.header(there), self.pick_slot(rank.held, -1)
+        rank.complete.discard(rank.held.pop(slot, -1))
         rank.own.invalidate(slot)
         while True:
             for part in range(PARTS):
@@ -408,17 +460,21 @@ class World:
                 break
         rank.own.write_header(slot, header)
         rank.own.written_in[slot] = self.version
-        rank.complete = {generation}
+        rank.held[slot] = generation
+        rank.complete.add(generation)
 
     def _go_on(self, generation: int) -> None:
         self.recovering = False
-        self.told.clear()
+        self.commits.begin_again(generation)
         self.checks.on_resume(generation)
         for rank in self.ranks:
             rank.node.halted = rank.node.replicas.frozen = False
+            rank.node.replicas.go_back(generation)
+            for slots in [rank.own, *rank.node.replicas._slots.values()]:
+                slots.go_back(generation)  # type: ignore[union-attr]
             rank.node.version = self.version
         for rank in self.ranks:
-            self._replicate(rank, generation)
+            self._replicate(rank, generation, keep=generation)
             self._spawn(self.train(rank, rank.node.version), rank.node, "train")
 
 

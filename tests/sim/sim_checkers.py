@@ -34,7 +34,9 @@ class Checkers:
         self.pairs: dict[tuple[int, int], set[int]] = {}  # (version, generation) -> ranks whose snapshot and replica were complete
         self.committed: dict[int, int] = {}  # version -> newest committed generation, by truth
         self.done: dict[int, int] = {}  # rank -> newest step completed by whoever held it, in the membership that counts
+        self.skipped: set[tuple[int, int]] = set()  # (version, generation) that some rank did not take
         self.peak = 0  # newest generation that all ranks had completed, ever
+        self.history: list[int] = []  # generations committed, by truth, that lie on the way to the present state
         self.stepped: dict[tuple[int, int], str] = {}  # (version, rank) -> incarnation that completed steps as it
 
     # ---- guarantee 1: one membership at a time
@@ -44,7 +46,8 @@ class Checkers:
         c = self.world.control
         if incarnation not in c.fenced:
             return None
-        return c.phase, c.version, c.membership, set(c.halt_reports), dict(c.acknowledged), set(c.agents), set(c.finished)
+        commits = c.committed, c.commits.skipped_generations
+        return c.phase, c.version, c.membership, set(c.halt_reports), commits, set(c.agents), set(c.finished)
 
     def after_event(self, incarnation: str, before: Any) -> None:
         """Compare."""
@@ -58,13 +61,10 @@ class Checkers:
         if version == newest:
             return  # the same one, to another agent
         require(version > newest, "guarantee 1", f"membership {version} was published after {newest}")
-        for rank, holder in enumerate(membership.holders):
-            require(
-                membership.members[rank].node != membership.members[holder].node,
-                "guarantee 5",
-                f"rank {rank} and its holder {holder} are both on {membership.members[rank].node}",
-            )
-        require(generation >= self.peak - 1, "guarantee 3", f"membership {version} goes back to {generation}, {self.peak} was complete")
+        for rank in range(len(membership.members)):
+            nodes = [membership.members[rank].node, *(h.node for h in membership.holders_of(rank))]
+            require(len(set(nodes)) == len(nodes), "guarantee 5", f"rank {rank} and its holders are on {nodes}")
+        self._check_bound(version, generation)
         for rank, report in reports.items():
             if report.between_steps and report.done is not None and report.done <= generation:
                 require(
@@ -73,6 +73,18 @@ class Checkers:
         self.memberships[version] = membership
         self.base[version] = generation
         self.done = dict.fromkeys(range(len(membership.members)), generation)
+
+    def _check_bound(self, version: int, generation: int) -> None:
+        """Guarantee 3 with a snapshot every N steps: at most 2N - 1 completed steps are run again; where generations are skipped or
+        copies rot, nothing is promised but the newest committed generation, or the one committed before it."""
+        world = self.world
+        if world.rotted:
+            return
+        one_before = self.history[-2] if len(self.history) > 1 else 0
+        safe = one_before if world.skip else self.peak - (2 * world.interval - 1)
+        what = f"membership {version} goes back to {generation}; {self.peak} was complete, {self.history} committed, interval {world.interval}"
+        require(generation >= safe, "guarantee 3", what)
+        self.history = [g for g in self.history if g <= generation]
 
     def on_resumed(self) -> None:
         """The coordinator says that all train on."""
@@ -125,22 +137,26 @@ class Checkers:
         if agent.version != max(self.memberships):
             return  # it was given up and does not know it yet; what it believes is asked again if it ever counts
         membership = agent.membership
-        holder = self.world.agents[membership.members[membership.holders[rank]].incarnation]
-        require(
-            generation in holder.replicas.generations().get(rank, ()),
-            "guarantee 4",
-            f"rank {rank} counts generation {generation} as held by {holder.incarnation}, which does not have it",
-        )
+        for member in membership.holders_of(rank):
+            holder = self.world.agents[member.incarnation]
+            require(
+                generation in holder.replicas.generations().get(rank, ()),
+                "guarantee 4",
+                f"rank {rank} counts generation {generation} as held by {holder.incarnation}, which does not have it",
+            )
         version = agent.version
         ranks = self.pairs.setdefault((version, generation), set())
         ranks.add(rank)
         if len(ranks) == len(membership.members):
             self.committed[version] = max(generation, self.committed.get(version, -1))
+            self.history = sorted({*self.history, generation})
 
     def _replaceable(self, snapshot: Snapshot, version: int) -> bool:
         generation = snapshot.content.generation
         obsolete = snapshot.version < version and generation != self.base[version]
-        return obsolete or self.committed.get(version, -1) > generation
+        # What some rank has skipped will never be committed; what the coordinator has not heard of yet may be.
+        void = self.world.skip and generation > self.committed.get(version, -1) and (version, generation) in self.skipped
+        return obsolete or void or snapshot.rotten or self.committed.get(version, -1) > generation
 
     def on_take(self, worker: Any, slot: int) -> None:
         """A rank overwrites an own slot."""
@@ -152,13 +168,8 @@ class Checkers:
                 f"rank {worker.rank} overwrites its snapshot of generation {old.content.generation} before a newer one is committed",
             )
 
-    def on_reserve(self, sender: Any, holder: Any, header: Any) -> None:
-        """A holder is about to overwrite a replica slot."""
-        store = holder.replicas
-        if store.frozen or header.rank not in store._slots:
-            return
-        slot = header.generation % 2
-        old = store._slots[header.rank].snapshots[slot]
+    def on_reserve(self, sender: Any, holder: Any, header: Any, old: Snapshot | None) -> None:
+        """A holder overwrites a replica slot, in which `old` was."""
         if old is not None:
             require(
                 self._replaceable(old, holder.version),
@@ -185,7 +196,8 @@ class Checkers:
         else:
             require("nothing to go back to" in control.exit_reason or self.peak == 0, "ending", f"unexpected: {control.exit_reason}")
             lost = {x.incarnation for v in self.memberships.values() for x in v.members} & control.fenced.keys()
-            require(len(lost) > 1 or not self.committed, "guarantee 3", f"the loss of {lost} alone ended the job: {control.exit_reason}")
+            few = len(lost) <= self.world.control.config.replicas and not self.world.rotted
+            require(not few or not self.committed, "guarantee 3", f"the loss of {lost} alone ended the job: {control.exit_reason}")
             common = self._held_by_all(living)
             require(not common, "ending", f"the job gave up although generations {sorted(common)} are still held for every rank")
 
@@ -195,7 +207,8 @@ class Checkers:
         for agent in agents:
             for worker in agent.workers:
                 if worker.rank is not None:
-                    held[worker.rank] |= {s.content.generation for s in worker.own.values()}
+                    held[worker.rank] |= {s.content.generation for s in worker.own.values() if not s.rotten}
             for rank, generations in agent.replicas.generations().items():
-                held[rank] |= set(generations)
+                rotten = {s.content.generation for s in agent.replica_snapshots(rank).values() if s.rotten}
+                held[rank] |= set(generations) - rotten
         return set.intersection(*held.values())

@@ -25,7 +25,7 @@ from megatron.hotswap.topology.grid import Grid
 
 TIME_MAX_S = 600.0
 TICK_S = 0.1
-FAULTS = ("kill", "kill", "power", "freeze", "freeze-short", "cut", "worker", "link")
+FAULTS = ("kill", "kill", "power", "freeze", "freeze-short", "cut", "worker", "link", "rot")
 
 
 @dataclass
@@ -51,6 +51,10 @@ class World:
         tensor = rng.choice([t for t in (1, 2) if per_node % t == 0])
         pipeline = rng.choice([p for p in (1, 2) if world % (tensor * p) == 0])
         self.steps = rng.randint(4, 8)
+        self.replicas = rng.choice([1, 1, 2]) if nodes > 2 else 1
+        self.interval = rng.choice([1, 1, 2, 3])
+        self.skip = rng.random() < 0.3  # rather than wait, when a replica is late
+        self.rotted = False  # whether the bytes of some copy have changed
         self.proven_by_step = rng.random() < 0.5
         self.sections = rng.random() < 0.5
         self.holders_look = True  # whether a holder looks for the same snapshot before it overwrites a slot with it
@@ -72,6 +76,7 @@ class World:
                 resume_timeout_s=6.0,
                 wait_for_spare_s=5.0,
                 settle_s=2.0,
+                replicas=self.replicas,
             )
         )
         self.checkers = Checkers(self)
@@ -88,6 +93,10 @@ class World:
             self.start_node(f"node{index}", self.clock.about(0.1))
         for _ in range(rng.randint(0, 1)):
             self.start_node(f"node{nodes + spares}", rng.uniform(0.0, 8.0))
+
+    def due(self, generation: int) -> bool:
+        """Whether a snapshot is to be taken after this step."""
+        return generation % self.interval == 0
 
     # ---- nodes
 
@@ -183,6 +192,9 @@ class World:
             clock.after(rng.uniform(0.1, 1.0) if kind == "freeze-short" else rng.uniform(2.0, 6.0), agent.node.thaw)
         elif kind == "cut":
             self._cut(agent)
+        elif kind == "rot":
+            self._rot(agent)
+            return
         elif kind == "worker":
             agent.say(m.WorkerLost(0, "killed by SIGSEGV"))
             self._silence(agent)
@@ -198,6 +210,13 @@ class World:
         for stream in streams:
             stream.cut = True
             self.clock.after(self.rng.uniform(0.2, 6.0), stream.heal)
+
+    def _rot(self, agent: FakeAgent) -> None:
+        """A bit flips in some copy that the node has."""
+        copies = [s for w in agent.workers for s in w.own.values()]
+        copies += [s for rank in self.everyone for s in agent.replica_snapshots(rank).values()]
+        if copies:
+            self.rng.choice(copies).rotten = self.rotted = True
 
     @staticmethod
     def _silence(agent: FakeAgent) -> None:

@@ -16,6 +16,7 @@ from megatron.hotswap.control import messages as m
 from megatron.hotswap.errors import HotSwapError
 from megatron.hotswap.replication.transfer import ReplicaStore
 from megatron.hotswap.snapshot.layout import Header
+from megatron.hotswap.snapshot.slots import next_slot
 
 
 class FakeWorker:
@@ -35,9 +36,12 @@ class FakeWorker:
         self.dirty = False
         self.between_steps = False
         self.own: dict[int, Snapshot] = {}  # slot -> complete snapshot
+        self.held: dict[int, int] = {}  # slot -> generation that was begun or fetched there
         self.copying: int | None = None  # generation whose copy is under way
-        self.copied = self.acknowledged = self.committed = -1
+        self.copied = self.acknowledged = self.committed = self.void = -1
+        self.keep = -1  # newest generation known to be committed when the last copy was begun
         self.replicated = -1  # newest generation whose push has begun
+        self.push_epoch = 0  # transfers of a generation that became void are given up
         self.plan: m.Resume | None = None
         self._epoch = 0  # calls of an interrupted training thread are void
         self._waiting: tuple[Callable[[], bool], Callable[[], None]] | None = None
@@ -83,7 +87,7 @@ class FakeWorker:
         self._go(self.world.clock.about(0.05), self._first)
 
     def _first(self) -> None:
-        self.take()
+        self.take(keep=-1)
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -96,9 +100,14 @@ class FakeWorker:
         self._go(self.world.clock.about(0.04), self._enter, "forward-backward", step, self.fence)
 
     def fence(self) -> None:
-        """Before main parameters change: own copy complete, own replica acknowledged."""
-        step = self.generation
-        self._wait(lambda: self.copied >= step and self.acknowledged >= step, self._optimizer)
+        """Before main parameters change: own copy complete; and where a snapshot follows, own replicas acknowledged."""
+        newest, due = self.newest, self.world.due(self.generation + 1) and not self.world.skip
+        self._wait(lambda: self.copied >= newest and (not due or self.acknowledged >= newest), self._optimizer)
+
+    @property
+    def newest(self) -> int:
+        """The newest generation taken."""
+        return max(self.held.values(), default=-1)
 
     def _optimizer(self) -> None:
         self.world.checkers.on_change(self)
@@ -123,18 +132,31 @@ class FakeWorker:
         self.generation += 1
         self.dirty = False
         self.world.checkers.on_step(self)
-        done = self.generation
-        self.await_commit(done - 1, self._after_commit)
+        if not self.world.due(self.generation):
+            self._after_take()
+        elif not self.world.skip:
+            newest = self.newest
+            self.await_commit(newest, lambda: self._take_and_go_on(newest))
+        elif self.newest in (self.committed, self.void):
+            self._take_and_go_on(self.committed)
+        else:
+            assert self.rank is not None
+            self.world.checkers.skipped.add((self.version, self.generation))
+            self.agent.say(m.Skipped(self.rank, self.generation, self.version))
+            self._after_take()
 
     def await_commit(self, generation: int, then: Callable[[], None]) -> None:
-        """Before the slot of `generation` - 1 is overwritten: `generation` must be complete everywhere."""
+        """Before the slot of an older one is overwritten: `generation` must be complete everywhere."""
         if self.world.proven_by_step:
             then()
         else:
             self._wait(lambda: self.committed >= generation, then)
 
-    def _after_commit(self) -> None:
-        self.take()
+    def _take_and_go_on(self, keep: int) -> None:
+        self.take(keep)
+        self._after_take()
+
+    def _after_take(self) -> None:
         assert self.rank is not None
         if self._first_step_due:
             self._first_step_due = False
@@ -149,20 +171,21 @@ class FakeWorker:
         self.state = "finished"
         self.agent.say(m.Finished(self.index, self.rank, 0))
 
-    def take(self) -> None:
-        """Begin the copy of the live state into slot g % 2."""
+    def take(self, keep: int) -> None:
+        """Begin the copy of the live state into the slot that does not hold generation `keep`."""
         assert self.rank is not None and self.content is not None
-        generation, slot = self.generation, self.generation % 2
+        generation, slot = self.generation, next_slot(self.held, keep)
         self.world.checkers.on_take(self, slot)
         self.own.pop(slot, None)
-        self.copying = generation
-        self.node.after(self.world.clock.about(0.02), self._copied, generation, self.content, self.version)
+        self.held[slot] = generation
+        self.copying, self.keep = generation, keep
+        self.node.after(self.world.clock.about(0.02), self._copied, generation, slot, self.content, self.version)
 
-    def _copied(self, generation: int, content: Content, version: int) -> None:
+    def _copied(self, generation: int, slot: int, content: Content, version: int) -> None:
         if self.copying != generation:
             return
         self.copying = None
-        self.own[generation % 2] = Snapshot(content, version)
+        self.own[slot] = Snapshot(content, version)
         self.copied = generation
         self.agent.copies_changed()
         self.words_changed()
@@ -199,6 +222,10 @@ class FakeWorker:
         done = self.generation if self.state == "out" else None
         self.agent.say(m.HaltReport(over, self.rank, done, self.between_steps and done is not None, own, f"store-{self.rank}"))
 
+    def snapshot_of(self, generation: int) -> Snapshot | None:
+        """Its own, complete snapshot of a generation."""
+        return next((s for s in self.own.values() if s.content.generation == generation), None)
+
     def fail(self) -> None:
         """A collective raises on this rank, though no halt was heard."""
         assert self.rank is not None
@@ -222,7 +249,7 @@ class FakeWorker:
     def resume(self, plan: m.Resume) -> None:
         """The plan of the newest membership. A spare that still builds joins when it is through."""
         self.copied, self.acknowledged = plan.generation, plan.generation - 1
-        self.committed = min(self.committed, plan.generation - 1)
+        self.committed, self.void, self.keep = min(self.committed, plan.generation - 1), -1, plan.generation
         self.replicated = plan.generation
         self.plan = plan
         if self.state == "built":
@@ -253,10 +280,18 @@ class FakeWorker:
     def _restore(self, plan: m.Resume) -> None:
         rerun = max(0, self.generation - plan.generation)
         if self.dirty or self.generation != plan.generation:
-            snapshot = self.own.get(plan.generation % 2)
+            snapshot = self.snapshot_of(plan.generation)
+            if snapshot is not None and snapshot.rotten:
+                assert self.rank is not None
+                self.dirty = True
+                self._out()
+                self.agent.say(m.CopyDamaged(self.rank, plan.generation, self.version, self.agent.incarnation, "checksum"))
+                return
             self.world.checkers.on_restore(self, snapshot, plan)
             assert snapshot is not None
             self.content = snapshot.content
+        self.own = {slot: s for slot, s in self.own.items() if s.content.generation <= plan.generation}
+        self.held = {slot: g for slot, g in self.held.items() if g <= plan.generation}
         self.generation, self.dirty, self.between_steps = plan.generation, False, False
         self._enter("parameters", plan.generation, lambda: self._restored(rerun))
 
@@ -282,7 +317,7 @@ class FakeAgent:
         self.ended = False
         self._epoch = 0  # transfers of an ended membership are cancelled
         self._replicated: dict[int, set[tuple[int, str]]] = {}
-        self._pushing: set[int] = set()
+        self._pushing: set[int] = set()  # workers whose newest copy is on its way
         self._release_after: frozenset[int] | None = None
         self._heard = world.clock.now
         self._sequence = 0
@@ -332,6 +367,7 @@ class FakeAgent:
             m.Assign: self._assign,
             m.Resume: self._resume,
             m.Commit: self._commit,
+            m.Void: self._void,
         }
         if isinstance(message, m.Refused | m.Stop):
             self.end()
@@ -360,8 +396,7 @@ class FakeAgent:
 
     def _resume(self, message: m.Resume) -> None:
         self.membership, self.version = message.membership, message.membership.version
-        members = message.membership.members
-        self._release_after = frozenset(r for r, h in enumerate(message.membership.holders) if members[h].incarnation == self.incarnation)
+        self._release_after = message.membership.held_by(self.incarnation)
         missing = {w.rank for w in self.workers if w.rank is not None} & message.sources.keys()
         left = {"count": len(missing)}
         epoch = self._epoch
@@ -381,15 +416,22 @@ class FakeAgent:
         for worker in self.workers:
             if worker.rank is not None:
                 worker.resume(plan)
+        self.replicas.go_back(plan.generation)
         self.replicas.frozen = False
         for worker in self.workers:
-            if worker.rank is None:
-                continue
-            holder = plan.membership.members[plan.membership.holders[worker.rank]]
-            if (plan.generation, holder.incarnation) in self._replicated.get(worker.rank, set()):
-                self._acknowledge(worker, plan.generation)
-            else:
+            if worker.rank is not None:
+                known = self._replicated.setdefault(worker.rank, set())
+                known.difference_update([entry for entry in known if entry[0] > plan.generation])
                 self._push(worker, plan.generation)
+
+    def _void(self, message: m.Void) -> None:
+        for worker in self.workers:
+            if worker.rank is not None:
+                worker.void = message.generation
+                if worker.replicated == message.generation:
+                    worker.push_epoch += 1
+                    self._pushing.discard(worker.index)
+                worker.words_changed()
 
     def _commit(self, message: m.Commit) -> None:
         for worker in self.workers:
@@ -405,25 +447,37 @@ class FakeAgent:
     def _fetch(self, worker: FakeWorker, plan: m.Resume, done: Callable[[], None]) -> None:
         assert worker.rank is not None
         rank, generation, clock = worker.rank, plan.generation, self.world.clock
-        source: FakeAgent = self.world.agents[plan.sources[rank]]
+        sources = [self.world.agents[s.incarnation] for s in plan.sources[rank]]
         epoch = self._epoch
 
-        def ask() -> None:
+        def ask(source: FakeAgent) -> None:
             try:
                 slots, slot = source.replicas.find(rank, generation)
             except HotSwapError as missing:
                 self.world.checkers.on_missing(plan, source, rank, missing)
                 return
-            content = slots.snapshots[slot].content
-            source.node.after(clock.about(self.world.h2h_s), lambda: self.node.after(clock.about(0.001), arrive, content))
+            found = slots.snapshots[slot]
+            source.node.after(clock.about(self.world.h2h_s), lambda: self.node.after(clock.about(0.001), arrive, source, found))
 
-        def arrive(content: Content) -> None:
+        def arrive(source: FakeAgent, found: Snapshot) -> None:
             if self._epoch != epoch:
                 return
-            worker.own[generation % 2] = Snapshot(content, plan.membership.version)
+            if found.rotten:
+                self.say(m.CopyDamaged(rank, generation, plan.membership.version, source.incarnation, "checksum"))
+                try_next()
+                return
+            same = [s for s, g in worker.held.items() if g == generation]
+            slot = same[0] if same else next_slot(worker.held, -1)
+            worker.held[slot] = generation
+            worker.own[slot] = Snapshot(found.content, plan.membership.version)
             done()
 
-        source.node.after(clock.about(0.002), ask)
+        def try_next() -> None:
+            if sources:
+                source = sources.pop(0)
+                source.node.after(clock.about(0.002), ask, source)
+
+        try_next()
 
     def copies_changed(self) -> None:
         """A copy is complete: send it to its holder."""
@@ -436,32 +490,45 @@ class FakeAgent:
 
     def _push(self, worker: FakeWorker, generation: int) -> None:
         assert worker.rank is not None and self.membership is not None
-        snapshot = worker.own.get(generation % 2)
-        if snapshot is None or snapshot.content.generation != generation:
+        snapshot = worker.snapshot_of(generation)
+        if snapshot is None:
             return
         self._pushing.add(worker.index)
-        holder = self.world.agents[self.membership.members[self.membership.holders[worker.rank]].incarnation]
-        Push(self, holder, worker, generation, snapshot, self._epoch).begin()
+        for holder in self.membership.holders_of(worker.rank):
+            if (generation, holder.incarnation) not in self._replicated.setdefault(worker.rank, set()):
+                Push(self, self.world.agents[holder.incarnation], worker, generation, snapshot).begin()
+        self._replicated_further(worker, generation)
 
     def accepts(self, version: int) -> bool:
         """Whether a transfer that was begun under this membership may change what is held here."""
         return version == self.version
 
+    def replica_snapshots(self, rank: int) -> dict[int, Snapshot]:
+        """Slot -> what is there for a rank, complete."""
+        slots = self.replicas._slots.get(rank)
+        return {} if slots is None else {i: s for i, s in enumerate(slots.snapshots) if s is not None}
+
     def holds(self, header: Header) -> bool:
         """Whether this very snapshot is here, whole: then its sender only did not hear so."""
         return header.generation in self.replicas.generations().get(header.rank, ())
 
-    def cancelled(self, epoch: int) -> bool:
-        """Whether a transfer that began in `epoch` is to be given up."""
-        return self._epoch != epoch
+    def epoch_of(self, worker: FakeWorker) -> tuple[int, int]:
+        """A transfer that began in another epoch is to be given up."""
+        return self._epoch, worker.push_epoch
 
     def pushed(self, worker: FakeWorker, generation: int, holder: FakeAgent) -> None:
         """The holder has said OKAY."""
         assert worker.rank is not None
-        self._pushing.discard(worker.index)
         self._replicated.setdefault(worker.rank, set()).add((generation, holder.incarnation))
-        self._acknowledge(worker, generation)
-        self.copies_changed()
+        self._replicated_further(worker, generation)
+
+    def _replicated_further(self, worker: FakeWorker, generation: int) -> None:
+        """Once every holder has it, it is acknowledged."""
+        assert worker.rank is not None and self.membership is not None
+        if all((generation, h.incarnation) in self._replicated[worker.rank] for h in self.membership.holders_of(worker.rank)):
+            self._pushing.discard(worker.index)
+            self._acknowledge(worker, generation)
+            self.copies_changed()
 
     def _acknowledge(self, worker: FakeWorker, generation: int) -> None:
         assert worker.rank is not None

@@ -16,16 +16,11 @@ PUSH_RETRY_S = 0.1
 class Push:
     """One transfer of a snapshot to its holder: announce, body, answer. Each stage may find either side changed or gone."""
 
-    def __init__(self, agent: Any, holder: Any, worker: Any, generation: int, snapshot: Snapshot, epoch: int) -> None:
+    def __init__(self, agent: Any, holder: Any, worker: Any, generation: int, snapshot: Snapshot) -> None:
         assert worker.rank is not None
-        self.agent, self.holder, self.worker, self.generation, self.snapshot, self.epoch = (
-            agent,
-            holder,
-            worker,
-            generation,
-            snapshot,
-            epoch,
-        )
+        self.agent, self.holder, self.worker, self.generation, self.snapshot = agent, holder, worker, generation, snapshot
+        self.epoch = agent.epoch_of(worker)
+        self.keep = worker.keep
         self.version = agent.version
         self.clock = agent.world.clock
         self.header = Header(RUN_ID, worker.rank, generation, bytes(32), 0, 1, 0)
@@ -42,8 +37,9 @@ class Push:
         try:
             self.known = self.agent.world.holders_look and self.holder.holds(self.header)
             if not self.known:
-                self.agent.world.checkers.on_reserve(self.agent, self.holder, self.header)
-                _, self.slot = self.holder.replicas.reserve(self.header, SLOT_BYTES)
+                before = self.holder.replica_snapshots(self.header.rank)
+                _, self.slot = self.holder.replicas.reserve(self.header, SLOT_BYTES, self.keep)
+                self.agent.world.checkers.on_reserve(self.agent, self.holder, self.header, before.get(self.slot))
         except HotSwapError:
             self._again()
             return
@@ -57,9 +53,9 @@ class Push:
 
     def _sent(self) -> None:
         """The sender has handed over the last byte, unless it was halted before (half the time it was done already)."""
-        if self.agent.cancelled(self.epoch) and self.clock.rng.random() < 0.5:
+        if self.cancelled and self.clock.rng.random() < 0.5:
             return
-        whole = self.worker.own.get(self.generation % 2) is self.snapshot
+        whole = self.worker.snapshot_of(self.generation) is self.snapshot
         self.holder.node.after(self.clock.about(0.001), self._arrived, whole)
 
     def _arrived(self, whole: bool) -> None:
@@ -82,12 +78,17 @@ class Push:
         self.agent.node.after(self.clock.about(0.001), self._okay)
 
     def _okay(self) -> None:
-        if not self.agent.cancelled(self.epoch):
+        if not self.cancelled:
             self.agent.pushed(self.worker, self.generation, self.holder)
 
     def _again(self) -> None:
         self.agent.node.after(PUSH_RETRY_S, self._retry)
 
     def _retry(self) -> None:
-        if not self.agent.cancelled(self.epoch):
+        if not self.cancelled:
             self.begin()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the sender has given it up."""
+        return bool(self.agent.epoch_of(self.worker) != self.epoch)

@@ -124,6 +124,7 @@ class Snapshot:
 
     content: Content
     version: int
+    rotten: bool = False  # its bytes do not match their checksum any more
 
 
 @dataclass

@@ -49,8 +49,8 @@ def no_fence():
     """Slot reused too early: main parameters change before the replica of the last generation is acknowledged."""
 
     def fence(self):
-        step = self.generation
-        self._wait(lambda: self.copied >= step, self._optimizer)
+        newest = self.newest
+        self._wait(lambda: self.copied >= newest, self._optimizer)
 
     return mock.patch.object(FakeWorker, "fence", fence)
 
@@ -59,8 +59,7 @@ def no_wait_for_the_copy():
     """Main parameters change while they are copied: a torn snapshot."""
 
     def fence(self):
-        step = self.generation
-        self._wait(lambda: self.acknowledged >= step - 1, self._optimizer)
+        self._optimizer()
 
     return mock.patch.object(FakeWorker, "fence", fence)
 
@@ -122,7 +121,7 @@ def commit_not_said_again():
     def resume(self, choice, now):
         before = self.committed
         decisions = ORIGINAL_RESUME(self, choice, now)
-        self.committed = min(before, choice.generation)
+        self.commits.committed = min(before, choice.generation)
         return decisions
 
     return mock.patch.object(Control, "_resume", resume)

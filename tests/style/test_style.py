@@ -83,6 +83,10 @@ FLAGS = {
     "--hot-swap-halt-timeout-s",
     "--hot-swap-resume-timeout-s",
     "--hot-swap-wait-for-spare-s",
+    "--hot-swap-replicas",
+    "--hot-swap-failure-domain",
+    "--hot-swap-interval",
+    "--hot-swap-when-late",
     "--hot-swap-host-memory-max-bytes",
     "--hot-swap-interface",
 }

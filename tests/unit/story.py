@@ -50,10 +50,10 @@ class Story:
 
     # ---- commands
 
-    def do_job(self, nodes: str = "2", per_node: str = "1", spares: str = "1", tensor: str = "1") -> None:
+    def do_job(self, nodes: str = "2", per_node: str = "1", spares: str = "1", tensor: str = "1", replicas: str = "1") -> None:
         """The job's shape. Leases of 3 s, halts of 30 s, resumes of 120 s, spares are waited for 60 s."""
         grid = Grid(int(nodes) * int(per_node), int(tensor))
-        self.control = Control(ControlConfig(RUN_ID, TOKEN, grid, int(nodes), int(spares)))
+        self.control = Control(ControlConfig(RUN_ID, TOKEN, grid, int(nodes), int(spares), replicas=int(replicas)))
 
     def do_time(self, now: str) -> list[Any]:
         """Time passes, the living agents' heartbeats are heard; the coordinator's timer goes off every half second."""
@@ -73,14 +73,21 @@ class Story:
         self.silent |= {self.lives[n] for n in nodes}
 
     def do_join(
-        self, node: str, life: str = "1", token: str = TOKEN, run: str = RUN_ID, protocol: str = "", workers: str = ""
+        self,
+        node: str,
+        life: str = "1",
+        token: str = TOKEN,
+        run: str = RUN_ID,
+        protocol: str = "",
+        workers: str = "",
+        domain: str = "",
     ) -> list[Any]:
         """An agent's first message."""
         incarnation = f"{node}.{life}"
         self.lives[node] = incarnation
         count = int(workers) if workers else self.control.config.ranks_per_node
         speaks = int(protocol) if protocol else m.PROTOCOL
-        return self._handle(incarnation, m.Join(speaks, run, token, node, incarnation, count, f"{incarnation}:h2h"))
+        return self._handle(incarnation, m.Join(speaks, run, token, node, incarnation, count, f"{incarnation}:h2h", domain))
 
     def do_warm(self, *nodes: str) -> list[Any]:
         """Every worker of these nodes is warm."""
@@ -91,11 +98,11 @@ class Story:
             for d in self._handle(self.lives[n], m.WorkerReady(w, f"{self.lives[n]}:store{w}"))
         ]
 
-    def do_up(self, *nodes: str) -> list[Any]:
+    def do_up(self, *nodes: str, domain: str = "") -> list[Any]:
         """Join and warm."""
         out: list[Any] = []
         for node in nodes:
-            out += self.do_join(node)
+            out += self.do_join(node, domain=domain)
         return out + self.do_warm(*nodes)
 
     def do_closed(self, *nodes: str) -> list[Any]:
@@ -110,6 +117,18 @@ class Story:
         """Holders have a generation of these ranks."""
         v = int(version) if version else self.control.version
         return [d for r in ranks for d in self._handle(self._member(r).incarnation, m.Acknowledged(int(r), int(generation), v))]
+
+    def do_skipped(self, generation: str, rank: str, version: str = "") -> list[Any]:
+        """A rank does not take a generation, since the one before is late."""
+        v = int(version) if version else self.control.version
+        return self._handle(self._member(rank).incarnation, m.Skipped(int(rank), int(generation), v))
+
+    def do_damaged(self, generation: str, rank: str, node: str, version: str = "") -> list[Any]:
+        """A rank's agent could not use the copy that the node has."""
+        v = int(version) if version else self.control.version
+        return self._handle(
+            self._member(rank).incarnation, m.CopyDamaged(int(rank), int(generation), v, self.lives[node], "the checksum does not match")
+        )
 
     def do_halted(self, *ranks: str, done: str = "", own: str = "", between: str = "no", version: str = "") -> list[Any]:
         """These ranks are out of their step."""
@@ -176,12 +195,14 @@ class Story:
             return str(decision)
         x, to = decision.message, f"-> {decision.incarnation}"
         if isinstance(x, m.Start):
-            return f"{to} Start version {x.membership.version}, holders {list(x.membership.holders)}, store {x.store}"
+            holders = [held[0] if len(held) == 1 else held for held in x.membership.holders]
+            return f"{to} Start version {x.membership.version}, holders {holders}, store {x.store}"
         if isinstance(x, m.Resume):
             members = [y.incarnation for y in x.membership.members]
+            sources = {r: [s.incarnation for s in each] for r, each in x.sources.items()}
             return (
                 f"{to} Resume version {x.membership.version} from generation {x.generation}, members {members}, "
-                f"sources {x.sources}, store {x.store}, redo sections {x.redo_sections}"
+                f"sources {sources}, store {x.store}, redo sections {x.redo_sections}"
             )
         fields = ", ".join(str(getattr(x, name)) for name in x.__struct_fields__)
         return f"{to} {type(x).__name__}({fields})"

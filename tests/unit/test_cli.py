@@ -136,7 +136,7 @@ def test_decisions_in_words():
 
 def membership():
     members = tuple(Member(f"node{r // 2}", f"node{r // 2}-abcd1234", r % 2, "127.0.0.1:1") for r in range(4))
-    return Membership(1, members, (2, 3, 0, 1))
+    return Membership(1, members, ((2,), (3,), (0,), (1,)))
 
 
 def test_who_holds_whose_replica():

@@ -28,6 +28,7 @@ from megatron.hotswap.worker.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN, RANK, GENERATION = "run-1", 3, 7
+NOTHING = -1
 METADATA = b"iteration 7, and the random states"
 #: The header's fields and the offset of each (the struct's own, without padding).
 FIELDS = dict(
@@ -47,9 +48,9 @@ class Rank:
         self.tensors = [(f"t{i}", torch.randn(50 + i, generator=generator)) for i in range(3)]
         self.snapshot = [t.clone() for _, t in self.tensors]
         layout = layout_of(self.tensors, len(METADATA))
-        self.slots, self.slot = Slots.create(layout.slot_bytes, 2), GENERATION % 2
+        self.slots = Slots.create(layout.slot_bytes, 2)
         self.engine = SnapshotEngine(layout, self.slots, ControlBlock.create(), RUN, RANK)
-        self.engine.begin(GENERATION, self.tensors, METADATA)
+        self.slot = self.engine.begin(GENERATION, self.tensors, METADATA, keep=NOTHING)
         assert self.engine.complete() == (GENERATION,)
         crc = self.slots.checksum(self.slot, len(METADATA), layout.payload_bytes)
         self.header = Header(RUN, RANK, GENERATION, layout.hash, len(METADATA), layout.payload_bytes, crc)
@@ -63,7 +64,7 @@ class Rank:
     def refuses(self, says: str) -> None:
         """Whoever reads it is told why, and the live state is as it was."""
         with pytest.raises(SnapshotMismatch, match=says):
-            self.engine.read_metadata(GENERATION)
+            self.engine.verified_metadata(GENERATION)
         assert all(bool((tensor == -1.0).all()) for _, tensor in self.tensors)
 
 
@@ -76,7 +77,7 @@ def rank(monkeypatch):
 
 
 def test_what_is_whole_comes_back_in_equal_bits(rank):
-    assert rank.engine.read_metadata(GENERATION) == METADATA
+    assert rank.engine.verified_metadata(GENERATION) == METADATA
     assert rank.engine.restore(GENERATION, rank.tensors) == sum(t.numel() * 4 for t in rank.snapshot)
     assert all(torch.equal(t, want) for (_, t), want in zip(rank.tensors, rank.snapshot, strict=True))
 
@@ -121,11 +122,14 @@ def test_a_whole_snapshot_of_something_else_is_refused(rank, changes, says):
 
 def test_a_copy_that_has_begun_makes_the_older_snapshot_of_its_slot_unreadable(rank):
     """And what the slot then holds has no header until the agent has checked it: half a copy is never read."""
-    rank.engine.begin(GENERATION + 2, rank.tensors, METADATA)
-    rank.engine.complete()
-    rank.refuses("the slot is empty")
-    with pytest.raises(SnapshotMismatch, match="the slot is empty"):
-        rank.engine.read_metadata(GENERATION + 2)
+    rank.engine.begin(GENERATION + 1, rank.tensors, METADATA, keep=GENERATION)
+    assert rank.engine.verified_metadata(GENERATION) == METADATA
+    assert rank.engine.begin(GENERATION + 2, rank.tensors, METADATA, keep=GENERATION + 1) == rank.slot
+    assert rank.engine.complete() == (GENERATION + 1, GENERATION + 2)
+    rank.refuses("has no snapshot of generation 7; it has")
+    for generation in (GENERATION + 1, GENERATION + 2):
+        with pytest.raises(SnapshotMismatch, match="the slot is empty"):
+            rank.engine.verified_metadata(generation)
 
 
 @pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "RLIMIT_AS"])
@@ -172,7 +176,14 @@ def session(monkeypatch):
     ours, theirs = local.pair()
     control = ControlBlock.create()
     place = WorkerEnvironment(
-        run_id=RUN, node="node0", worker=0, workers=1, link_fd=theirs.detach(), control_fd=control.fd, address="127.0.0.1"
+        run_id=RUN,
+        incarnation="node0-1",
+        node="node0",
+        worker=0,
+        workers=1,
+        link_fd=theirs.detach(),
+        control_fd=control.fd,
+        address="127.0.0.1",
     )
     # At the end the link closes, and a worker whose agent is gone ends its process: here only its thread ends.
     monkeypatch.setattr(session_module, "end_process", lambda code, reason: None)
@@ -193,11 +204,25 @@ def later(delay_s: float, call, *args) -> threading.Timer:
 
 def test_a_slow_holder_stalls_the_fence_and_the_stall_is_counted(session):
     session.control.set(Word.COPIED, GENERATION + 1)
-    later(0.15, session.control.set, Word.ACKNOWLEDGED, GENERATION + 1)
-    began = time.monotonic()
-    session.fence(GENERATION)
+    answered = []
+
+    def acknowledge():
+        answered.append(time.perf_counter())
+        session.control.set(Word.ACKNOWLEDGED, GENERATION + 1)
+
+    later(0.2, acknowledge)
+    began = time.perf_counter()
+    session.fence(GENERATION, acknowledged=True)
+    ended = time.perf_counter()
     assert session.control.get(Word.ACKNOWLEDGED) == GENERATION + 1
-    assert 0.14 < session.exposed_stall_s <= time.monotonic() - began
+    assert answered[0] - began - 0.01 < session.exposed_stall_s <= ended - began
+
+
+def test_a_slow_holder_does_not_stall_steps_that_complete_no_snapshot(session):
+    """With a snapshot every N steps, the acknowledgement is due before the next one only."""
+    session.control.set(Word.COPIED, GENERATION + 1)
+    session.fence(GENERATION, acknowledged=False)
+    assert session.control.get(Word.ACKNOWLEDGED) == 0
 
 
 def test_an_older_acknowledgement_does_not_open_the_fence(session):
@@ -205,15 +230,17 @@ def test_an_older_acknowledgement_does_not_open_the_fence(session):
     session.control.set(Word.ACKNOWLEDGED, GENERATION)
     later(0.05, session.control.set, Word.OVER_VERSION, 1)
     with pytest.raises(Halted):
-        session.fence(GENERATION)
+        session.fence(GENERATION, acknowledged=True)
 
 
-@pytest.mark.parametrize("wait", ["fence", "await_commit"])
+@pytest.mark.parametrize(
+    "wait", [lambda s: s.fence(GENERATION, acknowledged=True), lambda s: s.await_commit(GENERATION)], ids=["fence", "await_commit"]
+)
 def test_a_holder_that_never_answers_does_not_hold_a_halt_up(session, wait):
     """It is given up by its lease; then the membership is over, and whoever waits for it is out at once."""
     timer = later(0.1, session.control.set, Word.OVER_VERSION, 1)
     began = time.monotonic()
     with pytest.raises(Halted, match="membership 1 is over"):
-        getattr(session, wait)(GENERATION)
+        wait(session)
     assert 0.09 < time.monotonic() - began < 5.0
     timer.join()

@@ -17,7 +17,7 @@ class Trainer:
 
     def __init__(self, replay, per_step, source):
         self.step, self.per_step = 0, per_step
-        self.data = replay(source, lambda: self.step)
+        self.data = replay(source, lambda: self.step, lambda: self.step - 1)
 
     def run_step(self):
         items = [next(self.data) for _ in range(self.per_step)]

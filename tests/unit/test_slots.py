@@ -1,5 +1,6 @@
 """snapshot/slots.py: memory that agent and worker share, and what may be read from it (guarantee 6)."""
 
+import gc
 import os
 import resource
 
@@ -82,6 +83,7 @@ def test_another_process_maps_the_same_bytes(slots):
 
 def test_slots_leave_no_descriptor_behind():
     """Guarantee 8: made and closed again and again, no open file stays."""
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         Slots.create(SLOT_BYTES, 2).close()
@@ -90,6 +92,7 @@ def test_slots_leave_no_descriptor_behind():
 
 def test_slots_that_the_system_refuses_leave_no_descriptor():
     """The refusal is provoked by a limit on file sizes: asking for too much memory would have the kernel kill somebody."""
+    gc.collect()  # what other tests have left to it is not counted
     before, limits = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_BYTES, limits[1]))
     try:

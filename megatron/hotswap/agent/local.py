@@ -59,12 +59,18 @@ class Plan(_Local, frozen=True):
     store: str
     redo_sections: bool
     fetched_bytes: int
+    fetched_slot: int | None  # where it was put, if it was fetched
 
 
 class Copying(_Local, frozen=True):
-    """Worker: the copy of this generation into its slot has begun; COPIED says when it is complete."""
+    """Worker: the copy of this generation into this slot has begun; COPIED says when it is complete.
+
+    `keep` is the newest generation that is committed, as far as this rank knows: what holders must not overwrite. -1: none.
+    """
 
     generation: int
+    slot: int
+    keep: int
 
 
 class Strike(_Local, frozen=True):
@@ -82,6 +88,8 @@ FromWorker = (
     | m.WorkerError
     | m.HaltReport
     | m.Restored
+    | m.Skipped
+    | m.CopyDamaged
     | m.FirstStep
     | m.Finished
     | m.Note

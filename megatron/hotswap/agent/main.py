@@ -25,8 +25,9 @@ from ..errors import Fenced, HotSwapError, PeerFault, SnapshotMismatch, UsageErr
 from ..replication.tcp import TcpTransport
 from ..replication.transfer import ReplicaStore, Transport
 from ..snapshot.layout import HEADER_BYTES, Header
-from ..snapshot.slots import OWN_SLOTS, REPLICA_SLOTS, Slots, Word, require_room
+from ..snapshot.slots import OWN_SLOTS, Slots, Word, next_slot, require_room, require_room_for_job
 from . import local
+from .domain import failure_domain
 from .inject import strike
 from .worker_process import WorkerProcess
 
@@ -74,6 +75,7 @@ class Agent:
         """Until the job is over, or this agent is fenced."""
         loop = asyncio.get_running_loop()
         self._exit = loop.create_future()
+        loop.set_exception_handler(self._fail)
         address = await self._transport.serve(self._replicas)
         for index in range(self.place.workers):
             self._start_worker(index)
@@ -86,6 +88,7 @@ class Agent:
                 self.incarnation,
                 self.place.workers,
                 address,
+                failure_domain(self.config.failure_domain, self.place.node),
             )
         )
         self._heard_s = loop.time()
@@ -104,6 +107,7 @@ class Agent:
         log = self.config.run_dir / "logs" / f"{self.place.node}-{self.incarnation[-8:]}-{index}.log"
         place: dict[str, str | int] = {
             "run_id": self.place.run_id,
+            "incarnation": self.incarnation,
             "node": self.place.node,
             "workers": self.place.workers,
             "address": self._interface,
@@ -123,6 +127,12 @@ class Agent:
         if self._exit is not None and not self._exit.done():
             print(f"agent {self.incarnation} ends with code {code}: {why}", file=sys.stderr, flush=True)
             self._exit.set_result(code)
+
+    def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What a callback raises would be printed and forgotten; a fault of ours must end the node loudly, never leave it half alive."""
+        loop.default_exception_handler(context)
+        if "handle" in context:
+            self._finish(1, f"{context['message']}: {context.get('exception')!r}")
 
     async def _guard(self, work: Awaitable[None]) -> None:
         try:
@@ -183,6 +193,7 @@ class Agent:
             m.Assign: self._assign,
             m.Resume: self._resume,
             m.Commit: self._commit,
+            m.Void: self._void,
             m.Arm: self._arm,
             m.Alive: lambda _: None,
             m.Stop: self._stop,
@@ -237,50 +248,67 @@ class Agent:
         before, self._membership = self._membership, message.membership
         self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))
         if before is None or before.holders != message.membership.holders or before.members != message.membership.members:
-            mine = {r for r, h in enumerate(message.membership.holders) if message.membership.members[h].incarnation == self.incarnation}
-            self._release_after = frozenset(mine)
+            self._release_after = message.membership.held_by(self.incarnation)
 
     async def _go_on(self, plan: m.Resume) -> None:
         """Fetch what is missing, tell the workers the plan, then restore redundancy behind their back."""
         mine = [w for w in self._workers if w.rank is not None]
         await asyncio.gather(*(self._prepare(w, plan) for w in mine))
+        self._replicas.go_back(plan.generation)
         self._replicas.frozen = False
         for worker in mine:
             assert worker.rank is not None
-            holder = plan.membership.members[plan.membership.holders[worker.rank]]
-            if (plan.generation, holder.incarnation) in self._replicated.get(worker.rank, set()):
-                self._acknowledge(worker, plan.generation)
-            else:
-                self._begin_push(worker, plan.generation)
+            self._begin_push(worker, plan.generation, plan.generation)
 
     async def _prepare(self, worker: WorkerProcess, plan: m.Resume) -> None:
         rank = worker.rank
         assert rank is not None
-        fetched = 0
-        source = plan.sources.get(rank)
-        if source is not None:
-            try:
-                slots, slot, header = await self._transport.fetch(
-                    source, self.place.run_id, rank, plan.generation, lambda h, size: self._reserve_own(worker, h, size)
-                )
-            except (PeerFault, SnapshotMismatch) as failure:
-                text = f"generation {plan.generation} could not be fetched from {source}: {failure}"
-                self._say(m.WorkerError(rank, plan.membership.version, 0, True, text))
+        fetched, slot = 0, None
+        if rank in plan.sources:
+            header = await self._fetch(worker, rank, plan)
+            if header is None:
                 return
-            fetched = header.metadata_bytes + header.payload_bytes
-            worker.layout_hash = header.layout_hash
-            worker.metadata_room_bytes = slots.slot_bytes - HEADER_BYTES - header.payload_bytes
-            worker.control.set(Word.METADATA_BYTES_0 + slot, header.metadata_bytes)
+            fetched, slot = header.metadata_bytes + header.payload_bytes, worker.slot_of(plan.generation)
+        worker.generations = {s: g for s, g in worker.generations.items() if g <= plan.generation}
+        known = self._replicated.setdefault(rank, set())
+        known.difference_update([entry for entry in known if entry[0] > plan.generation])  # those generations were never
         worker.control.set(Word.COPIED, plan.generation + 1)
         worker.control.set(Word.ACKNOWLEDGED, plan.generation)
         worker.control.set(Word.COMMITTED, min(worker.control.get(Word.COMMITTED), plan.generation))
-        self._tell(worker, local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched))
+        worker.control.set(Word.VOID, 0)  # what was skipped in the membership before may be taken in this one
+        order = local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched, slot)
+        self._tell(worker, order)
+
+    async def _fetch(self, worker: WorkerProcess, rank: int, plan: m.Resume) -> Header | None:
+        """Bring the rank's snapshot from the first source that has it undamaged (guarantee 6). None: there was none, which is said."""
+        unreachable = []
+        for source in plan.sources[rank]:
+            try:
+                slots, slot, header = await self._transport.fetch(
+                    source.h2h, self.place.run_id, rank, plan.generation, lambda h, size: self._reserve_own(worker, h, size)
+                )
+            except SnapshotMismatch as damaged:
+                self._say(m.CopyDamaged(rank, plan.generation, plan.membership.version, source.incarnation, str(damaged)))
+            except PeerFault as gone:  # the coordinator finds out whether it is
+                unreachable.append(f"{source.incarnation}: {gone}")
+            else:
+                worker.generations[slot] = plan.generation
+                worker.layout_hash = header.layout_hash
+                worker.metadata_room_bytes = slots.slot_bytes - HEADER_BYTES - header.payload_bytes
+                worker.control.set(Word.METADATA_BYTES_0 + slot, header.metadata_bytes)
+                return header
+        if unreachable:
+            text = f"generation {plan.generation} could not be fetched: {'; '.join(unreachable)}"
+            self._say(m.WorkerError(rank, plan.membership.version, 0, True, text))
+        return None
 
     def _reserve_own(self, worker: WorkerProcess, header: Header, slot_bytes: int) -> tuple[Slots, int]:
         if worker.slots is None:
             self._require_room(slot_bytes * OWN_SLOTS)
         slots = worker.make_slots(slot_bytes)
-        slot = header.generation % OWN_SLOTS
+        of_generation = [s for s, g in worker.generations.items() if g == header.generation]
+        slot = of_generation[0] if of_generation else next_slot(worker.generations, keep=-1)
+        worker.generations.pop(slot, None)
         slots.invalidate(slot)
         return slots, slot
 
@@ -291,6 +319,12 @@ class Agent:
         if self._release_after is not None and not self._replicas.frozen:
             self._replicas.drop(self._release_after)
             self._release_after = None
+
+    def _void(self, message: m.Void) -> None:
+        """A generation that some rank has skipped: it need not travel, and its slots are free."""
+        for worker in self._workers:
+            if worker.rank is not None:
+                worker.control.set(Word.VOID, message.generation + 1)
 
     def _arm(self, message: m.Arm) -> None:
         injection = message.injection
@@ -326,8 +360,10 @@ class Agent:
         if isinstance(message, local.NeedSlots):
             self._give_slots(worker, message)
         elif isinstance(message, local.Copying):
+            worker.generations = {s: g for s, g in worker.generations.items() if s != message.slot}
+            worker.generations[message.slot] = message.generation
             if not self._replicas.frozen:
-                self._begin_push(worker, message.generation)
+                self._begin_push(worker, message.generation, message.keep)
         elif isinstance(message, local.Strike):
             self._strike(message.injection)
         else:
@@ -350,12 +386,9 @@ class Agent:
                 )
             return
         try:
-            # Replicas for other ranks will need as much again; a refusal must come before training starts.
-            require_room(
-                slot_bytes * (OWN_SLOTS + REPLICA_SLOTS) * len(self._workers),
-                self.config.host_memory_max_bytes,
-                self.place.node,
-            )
+            # Every agent holds as many replicas as it has ranks, times R; a refusal must come before training starts.
+            ranks, limit = len(self._workers), self.config.host_memory_max_bytes
+            require_room_for_job(slot_bytes, ranks, ranks * self.config.replicas, limit, self.place.node)
             self._require_room(slot_bytes * OWN_SLOTS)
             slots = worker.make_slots(slot_bytes)
         except UsageError as refusal:
@@ -392,14 +425,14 @@ class Agent:
 
     # ---- replication
 
-    def _begin_push(self, worker: WorkerProcess, generation: int) -> None:
-        task = asyncio.get_running_loop().create_task(self._guard(self._replicate(worker, generation)))
+    def _begin_push(self, worker: WorkerProcess, generation: int, keep: int) -> None:
+        task = asyncio.get_running_loop().create_task(self._guard(self._replicate(worker, generation, keep)))
         self._pushes[worker.index] = task
         task.add_done_callback(lambda done: self._pushes.pop(worker.index, None) if self._pushes.get(worker.index) is done else None)
 
-    async def _replicate(self, worker: WorkerProcess, generation: int) -> None:
+    async def _replicate(self, worker: WorkerProcess, generation: int, keep: int) -> None:
         assert worker.slots is not None and worker.rank is not None and worker.layout_hash is not None and self._membership is not None
-        slots, slot, membership = worker.slots, generation % OWN_SLOTS, self._membership
+        slots, slot, membership = worker.slots, worker.slot_of(generation), self._membership
         loop = asyncio.get_running_loop()
         begun = loop.time()
         while worker.control.get(Word.COPIED) < generation + 1:
@@ -410,8 +443,17 @@ class Agent:
         crc = await loop.run_in_executor(None, slots.checksum, slot, metadata_bytes, payload_bytes)
         header = Header(self.place.run_id, worker.rank, generation, worker.layout_hash, metadata_bytes, payload_bytes, crc)
         slots.write_header(slot, header)
-        holder = membership.members[membership.holders[worker.rank]]
         await self._strike_in_transfer(worker, generation)
+        holders = membership.holders_of(worker.rank)
+        await asyncio.gather(*(self._push(worker, generation, holder, slots, slot, header) for holder in holders))
+        self._acknowledge(worker, generation, copied - begun, loop.time() - copied)
+
+    async def _push(self, worker: WorkerProcess, generation: int, holder: m.Member, slots: Slots, slot: int, header: Header) -> None:
+        """Until the holder has it."""
+        assert worker.rank is not None
+        known = self._replicated.setdefault(worker.rank, set())
+        if (generation, holder.incarnation) in known:
+            return
         failures = 0
         while True:
             try:
@@ -424,12 +466,10 @@ class Agent:
                 if failures == _PUSH_FAILURES_SAID and not self._replicas.frozen:
                     self._say(m.Note("push-failed", f"rank {worker.rank}, generation {generation}: {failure}"))
                 await asyncio.sleep(_PUSH_RETRY_S)
-        known = self._replicated.setdefault(worker.rank, set())
-        known.difference_update([entry for entry in known if entry[0] < generation - 1])
+        known.difference_update([entry for entry in known if entry[0] not in worker.generations.values()])
         known.add((generation, holder.incarnation))
-        self._acknowledge(worker, generation, copied - begun, loop.time() - copied)
 
-    def _acknowledge(self, worker: WorkerProcess, generation: int, d2h_s: float | None = None, h2h_s: float | None = None) -> None:
+    def _acknowledge(self, worker: WorkerProcess, generation: int, d2h_s: float, h2h_s: float) -> None:
         assert worker.rank is not None
         worker.control.set(Word.ACKNOWLEDGED, generation + 1)
         assert self._membership is not None

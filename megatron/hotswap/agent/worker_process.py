@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..environment import WorkerEnvironment
+from ..errors import SnapshotMismatch
 from ..snapshot.slots import OWN_SLOTS, ControlBlock, Slots
 from .local import FromWorker, Link, pair
 
@@ -23,6 +24,7 @@ class WorkerProcess:
         self.control = ControlBlock.create()
         self.slots: Slots | None = None
         self.layout_hash: bytes | None = None  # of what is in the slots
+        self.generations: dict[int, int] = {}  # slot -> generation that was begun or fetched there
         self.metadata_room_bytes = 0
         self.said_goodbye = False
         ours, theirs = pair()
@@ -45,6 +47,17 @@ class WorkerProcess:
         if self.slots is None or self.slots.slot_bytes != slot_bytes:
             self.slots = Slots.create(slot_bytes, OWN_SLOTS)
         return self.slots
+
+    def slot_of(self, generation: int) -> int:
+        """Where a generation lies.
+
+        Raises:
+            SnapshotMismatch: it is not here.
+        """
+        for slot, there in self.generations.items():
+            if there == generation:
+                return slot
+        raise SnapshotMismatch(f"rank {self.rank} has no snapshot of generation {generation} here; it has {self.generations}")
 
     def ended(self) -> str | None:
         """How the process ended or got stuck, in words, or None while it runs."""

@@ -192,6 +192,7 @@ def prepare(launch: Launch) -> ControlConfig:
         halt_timeout_s=hotswap.halt_timeout_s,
         resume_timeout_s=hotswap.resume_timeout_s,
         wait_for_spare_s=hotswap.wait_for_spare_s,
+        replicas=hotswap.replicas,
     )
     _empty_run_dir(launch.run_dir)
     return control

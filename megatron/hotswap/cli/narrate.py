@@ -17,7 +17,7 @@ PHASE_WORDS = {
     "first_step_s": "first step",
 }
 #: Decisions that only matter to whoever reads events.jsonl: an error is either followed by a recovery or ends the job.
-_SILENT = ("ignored", "push-failed", "resumed", "error")
+_SILENT = ("ignored", "push-failed", "resumed", "error", "generation-skipped")
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -46,6 +46,8 @@ def narrate(log: Log) -> str | None:
         return f"{log.reason}; every rank stops where it is"
     if log.kind == "assign":
         return f"spare {data['node']} takes {ranks_in_words(data['ranks'])}"
+    if log.kind == "copy-damaged":
+        return f"a copy could not be used, another is looked for: {log.reason}"
     if log.kind == "no-spare":
         return f"no spare is left: {log.reason}"
     if log.kind == "plan":
@@ -85,7 +87,8 @@ def placement_lines(membership: Membership) -> list[str]:
     held: dict[str, list[int]] = {}
     for rank, member in enumerate(membership.members):
         ranks.setdefault(member.node, []).append(rank)
-        held.setdefault(membership.members[membership.holders[rank]].node, []).append(rank)
+        for holder in membership.holders_of(rank):
+            held.setdefault(holder.node, []).append(rank)
     return [
         f"{node}: {ranks_in_words(mine)}; holds the replicas of "
         f"{ranks_in_words(held.get(node, [])) if held.get(node) else 'nobody'}"

@@ -22,6 +22,7 @@ class ControlConfig:
     halt_timeout_s: float = 30.0  # from the halt order to a survivor's report; then its node is given up
     resume_timeout_s: float = 120.0  # from the plan to the last rank's "restored"; then the silent nodes are given up
     wait_for_spare_s: float = 60.0
+    replicas: int = 1  # of each rank's snapshot, in as many other failure domains
     settle_s: float = 30.0  # at start: how long spares are waited for once enough nodes are there
 
     def __post_init__(self) -> None:
@@ -39,6 +40,13 @@ class ControlConfig:
             raise UsageError(
                 "replicas need at least two nodes, since a rank and its holder must not fail together: --nodes is 1; start the job "
                 "on two nodes or more, or train without --hot-swap"
+            )
+        if self.replicas < 1:
+            raise UsageError(f"--hot-swap-replicas must be at least 1, got {self.replicas}; without --hot-swap there are none")
+        if self.nodes < self.replicas + 1:
+            raise UsageError(
+                f"{self.replicas} replicas of each rank need {self.replicas + 1} nodes, since no two copies may fail together: --nodes is "
+                f"{self.nodes}; start the job on more nodes or lower --hot-swap-replicas"
             )
         if self.nodes < 1 or self.grid.world_size % self.nodes:
             raise UsageError(

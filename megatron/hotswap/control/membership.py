@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
+from ..errors import UsageError
+from ..replication.placement import Holders, keeps_rules, place, survival
 from .config import ControlConfig
-from .messages import PROTOCOL, Join, Member
+from .decisions import Log
+from .messages import PROTOCOL, Join, Member, Membership
 
 
 @dataclass
@@ -27,8 +30,13 @@ class Agent:
 
     @property
     def node(self) -> str:
-        """The failure domain."""
+        """The host."""
         return self.join.node
+
+    @property
+    def domain(self) -> str:
+        """What fails together with the node."""
+        return self.join.domain or self.join.node
 
     @property
     def warm(self) -> bool:
@@ -61,6 +69,40 @@ def one_per_node(agents: Iterable[Agent]) -> list[Agent]:
     for agent in in_order(agents):
         by_node.setdefault(agent.node, agent)
     return list(by_node.values())
+
+
+def give_ranks(agents: Iterable[Agent]) -> list[Member]:
+    """Ranks onto nodes in order, to the workers of each; returns the member of each rank."""
+    members: list[Member] = []
+    for agent in agents:
+        for worker in range(agent.join.workers):
+            agent.ranks[worker] = len(members)
+            members.append(agent.member(worker))
+    return members
+
+
+def place_again(config: ControlConfig, membership: Membership, agents: Mapping[str, Agent]) -> tuple[Holders, str]:
+    """Holders after spares have taken ranks, and what is worse than asked for, in words.
+
+    They stay where they are as long as that keeps the rules: then no replica moves but those of the node that was lost.
+    """
+    nodes = [x.node for x in membership.members]
+    domains = [agents[x.incarnation].domain for x in membership.members]
+    if keeps_rules(membership.holders, nodes, domains):
+        return membership.holders, ""
+    try:
+        return place(config.grid, nodes, config.replicas, domains), ""
+    except UsageError as impossible:  # better a replica on another node of the same domain than none
+        text = f"replicas are placed on other nodes only, until nodes of more failure domains are here: {impossible}"
+        return place(config.grid, nodes, config.replicas), text
+
+
+def start_log(nodes: Sequence[str], spares: Sequence[str], holders: Holders, domains: Sequence[str]) -> Log:
+    """The start-up summary: where the ranks are, and which losses leave a copy of everything."""
+    survived = survival(holders, nodes, domains)
+    used = list(dict.fromkeys(nodes))
+    reason = f"{len(nodes)} ranks on {used}, spares {spares}; {survived.in_words()}"
+    return Log("start", reason, {"nodes": used, "spares": spares, "holders": holders, "survival": asdict(survived)})
 
 
 def refusal_of(event: Join, config: ControlConfig) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -27,11 +27,26 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """The map rank -> member, and rank -> rank whose agent holds its replica. Versions only grow."""
+    """The map rank -> member, and rank -> ranks whose agents hold its replicas. Versions only grow."""
 
     version: int
     members: tuple[Member, ...]
-    holders: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+    def holders_of(self, rank: int) -> tuple[Member, ...]:
+        """The members whose agents hold the rank's replicas."""
+        return tuple(self.members[h] for h in self.holders[rank])
+
+    def held_by(self, incarnation: str) -> frozenset[int]:
+        """The ranks whose replicas this agent holds."""
+        return frozenset(r for r, held in enumerate(self.holders) if any(self.members[h].incarnation == incarnation for h in held))
+
+
+class Source(msgspec.Struct, frozen=True):
+    """An agent that has a snapshot to fetch."""
+
+    incarnation: str
+    h2h: str
 
 
 class Injection(msgspec.Struct, frozen=True):
@@ -71,6 +86,7 @@ class Join(_Message, frozen=True):
     incarnation: str
     workers: int
     h2h: str
+    domain: str = ""  # what fails together with this node; empty: nothing but itself
 
 
 class WorkerReady(_Message, frozen=True):
@@ -87,18 +103,36 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Acknowledged(_Message, frozen=True):
-    """The holder of `rank` has the whole, checked snapshot of `generation`.
+    """Every holder of `rank` has the whole, checked snapshot of `generation`.
 
-    `version` is that of the membership whose holder it is; one of an old membership says nothing about today's holder.
-    `d2h_s` is how long the copy into the own slot took, `h2h_s` how long it took from then on until the holder had it, checksum
-    included; None where nothing was copied, because the holder had it already.
+    `version` is that of the membership whose holders they are; one of an old membership says nothing about today's holders.
+    `d2h_s` is how long the copy into the own slot took, `h2h_s` how long from then on until all holders had it, checksum included;
+    None where that was not measured.
     """
 
     rank: int
     generation: int
-    version: int | None = None
+    version: int
     d2h_s: float | None = None
     h2h_s: float | None = None
+
+
+class Skipped(_Message, frozen=True):
+    """`rank` has not taken the generation, since the one before was not committed yet. So it will never be complete."""
+
+    rank: int
+    generation: int
+    version: int
+
+
+class CopyDamaged(_Message, frozen=True):
+    """A copy of a snapshot was of no use: damaged, another one than was asked for, or not to be had from this holder."""
+
+    rank: int
+    generation: int
+    version: int
+    incarnation: str  # of the agent that has it; the rank's own agent for an own slot
+    text: str
 
 
 class StepDone(_Message, frozen=True):
@@ -217,18 +251,25 @@ class Assign(_Message, frozen=True):
 class Resume(_Message, frozen=True):
     """The plan of a recovery: go on under `membership` from `generation`.
 
-    `sources[rank]` is the "host:port" of the agent that has the rank's snapshot; ranks that use their own slots are not in it.
+    `sources[rank]` are the agents that have the rank's snapshot, to be tried in this order; ranks that use their own slots are not
+    in it.
     """
 
     membership: Membership
     generation: int
     store: str
-    sources: dict[int, str]
+    sources: dict[int, tuple[Source, ...]]
     redo_sections: bool
 
 
 class Commit(_Message, frozen=True):
     """Every snapshot and every replica of `generation` is complete."""
+
+    generation: int
+
+
+class Void(_Message, frozen=True):
+    """`generation` will never be committed, since some rank has skipped it: its slots are free."""
 
     generation: int
 
@@ -251,10 +292,10 @@ class Stop(_Message, frozen=True):
 
 
 FromAgent = (
-    Join | WorkerReady | Heartbeat | Acknowledged | StepDone | WorkerError | WorkerLost | HaltReport | ReplicaReport
-    | Restored | FirstStep | Finished | Note
+    Join | WorkerReady | Heartbeat | Acknowledged | Skipped | CopyDamaged | StepDone | WorkerError | WorkerLost | HaltReport
+    | ReplicaReport | Restored | FirstStep | Finished | Note
 )
-FromCoordinator = Welcome | Refused | Start | Halt | Assign | Resume | Commit | Arm | Alive | Stop
+FromCoordinator = Welcome | Refused | Start | Halt | Assign | Resume | Commit | Void | Arm | Alive | Stop
 
 
 # ---- what only the coordinator's own service tells the core

@@ -10,25 +10,26 @@ present phase is logged and dropped: late and repeated messages are normal. A ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..errors import UsageError
 from ..recovery import plan
 from ..replication import placement
 from . import messages as m
+from .commits import Commits
 from .config import ControlConfig as ControlConfig
 from .decisions import Decision as Decision
 from .decisions import Log as Log
 from .decisions import Send as Send
-from .membership import Agent, one_per_node, refusal_of
+from .injection import arm
+from .membership import Agent, give_ranks, one_per_node, place_again, refusal_of, start_log
 from .phases import Phase as Phase
 from .phases import require_change
 from .timeline import Recovery
 
 #: Recoveries of one failure that may end by the deadline of resuming before the job does: a fault that comes again is no accident.
 RESUME_TIMEOUTS_MAX = 2
-#: A recovery that fails this often with every node alive will not succeed by being tried again.
-_RESUME_ATTEMPTS_MAX = 5
 
 
 class Control:
@@ -41,14 +42,14 @@ class Control:
         self.fenced: dict[str, str] = {}  # incarnation -> why it may not come back
         self.membership: m.Membership | None = None
         self.version = 0  # the newest version ever used; only grows
-        self.committed = -1
-        self.acknowledged: dict[int, int] = {}
+        self.commits = Commits(config.grid.world_size)
         self.exit_code: int | None = None
         self.exit_reason = ""
         self.recovery: Recovery | None = None
         self.recoveries: list[Recovery] = []
         self.gathered_s: float | None = None
         self.said_waiting = ""
+        self.sources: Mapping[int, tuple[str, ...]] = {}  # of the plan: rank -> agents to fetch from; own slots are not in it
         self.halt_reports: dict[int, m.HaltReport] = {}
         self.replica_reports: dict[str, m.ReplicaReport] = {}
         self.halted: set[str] = set()  # agents that were told of the halt, so that their report of replicas must come
@@ -57,6 +58,11 @@ class Control:
         self.deadline_s: float | None = None
         self.spare_deadline_s: float | None = None
         self.last_tick_s: float | None = None
+
+    @property
+    def committed(self) -> int:
+        """The newest generation that every rank's holders have; -1: none yet."""
+        return self.commits.committed
 
     # ---- the caller's two entries
 
@@ -153,36 +159,51 @@ class Control:
         if len(warm) < self.config.nodes + self.config.spares and now - self.gathered_s < self.config.settle_s:
             return []
         active = warm[: self.config.nodes]
-        members: list[m.Member] = []
-        for agent in active:
-            for worker in range(self.config.ranks_per_node):
-                agent.ranks[worker] = len(members)
-                members.append(agent.member(worker))
-        holders = placement.place(self.config.grid, [member.node for member in members])
+        members = give_ranks(active)
+        nodes = [member.node for member in members]
+        domains = [self.agents[x.incarnation].domain for x in members]
+        try:
+            holders = placement.place(self.config.grid, nodes, self.config.replicas, domains)
+        except UsageError as impossible:  # nothing is lost yet: the user can start it better
+            return self._end(2, str(impossible))
         self.version = 1
         self.membership = m.Membership(1, tuple(members), holders)
         self._enter(Phase.TRAINING)
         start = m.Start(self.membership, active[0].stores.pop(0))
-        nodes, spares = [a.node for a in active], [a.node for a in warm[self.config.nodes :]]
-        return [
-            *(Send(a.incarnation, start) for a in active),
-            Log("start", f"{len(members)} ranks on {nodes}, spares {spares}", {"nodes": nodes, "spares": spares, "holders": holders}),
-        ]
+        spares = [a.node for a in warm[self.config.nodes :]]
+        return [*(Send(a.incarnation, start) for a in active), start_log(nodes, spares, holders, domains)]
+
+    def _counts(self, incarnation: str, event: m.Acknowledged | m.Skipped | m.Restored | m.FirstStep) -> bool:
+        """Whether it is of the present membership, and said by the agent that holds the rank in it."""
+        return event.version == self.version and event.rank in self.agents[incarnation].ranks
 
     # ---- while training
 
     def _acknowledged(self, incarnation: str, event: m.Acknowledged, now: float) -> list[Decision]:
-        if self.agents[incarnation].ranks.count(event.rank) == 0 or event.version not in (None, self.version):
+        if not self._counts(incarnation, event) or not self.commits.acknowledge(event.rank, event.generation):
             return []
-        self.acknowledged[event.rank] = max(event.generation, self.acknowledged.get(event.rank, -1))
-        assert self.membership is not None
-        if len(self.acknowledged) < len(self.membership.members):
+        return [Send(i, m.Commit(event.generation)) for i in self._member_agents()]
+
+    def _skipped(self, incarnation: str, event: m.Skipped, now: float) -> list[Decision]:
+        """One rank's skip makes the generation void for all: else those who took it would wait for a commit that never comes."""
+        if not self._counts(incarnation, event) or not self.commits.skip(event.generation):
             return []
-        committed = min(self.acknowledged.values())  # of each rank's newest: every rank's holder has this one
-        if committed <= self.committed:
+        text = f"generation {event.generation}: rank {event.rank} still waits for the one before it to be committed"
+        log = Log("generation-skipped", text, {"generation": event.generation, "rank": event.rank})
+        return [log, *(Send(i, m.Void(event.generation)) for i in self._member_agents())]
+
+    def _copy_damaged(self, incarnation: str, event: m.CopyDamaged, now: float) -> list[Decision]:
+        """Guarantee 6: what did not match is never restored from, and is said. Where the plan has no other copy, another is made."""
+        if event.version != self.version:
             return []
-        self.committed = committed
-        return [Send(i, m.Commit(committed)) for i in self._member_agents()]
+        self.commits.damage(event.incarnation, event.rank, event.generation)
+        text = f"rank {event.rank}, generation {event.generation}, at {event.incarnation}: {event.text}"
+        log = Log("copy-damaged", text, {"rank": event.rank, "generation": event.generation, "incarnation": event.incarnation})
+        sources = self.sources.get(event.rank, (incarnation,))
+        left = any(self.commits.usable(i, event.rank, [event.generation]) for i in sources)
+        if left or self.phase is not Phase.RESUMING:
+            return [log]
+        return [log, *self._begin_recovery([], [f"the copy of {text}"], now, now)]
 
     def _worker_error(self, incarnation: str, event: m.WorkerError, now: float) -> list[Decision]:
         if event.version != self.version:
@@ -192,16 +213,6 @@ class Control:
             return [log, *self._end(1, f"rank {event.rank} failed in step {event.step}: {event.text}")]
         self.errors[event.rank] = (now, event)
         return [log]
-
-    def _resume_failed(self, incarnation: str, event: m.WorkerError, now: float) -> list[Decision]:
-        """A rank could not rebuild or restore although no one is known to be lost: begin the recovery again, a few times."""
-        if event.version != self.version:
-            return []
-        assert self.recovery is not None
-        text = f"rank {event.rank} could not resume: {event.text}"
-        if self.recovery.attempts >= _RESUME_ATTEMPTS_MAX:
-            return self._end(1, f"{text}; that was attempt {self.recovery.attempts}, and the last")
-        return [Log("error", text, {"rank": event.rank}), *self._begin_recovery([], [text], now, now)]
 
     def _judge_errors(self, now: float) -> list[Decision]:
         """A collective failed, yet no node was lost within a lease: the fault was in between, so all begin again in place."""
@@ -242,17 +253,7 @@ class Control:
         return self.phase is not Phase.TRAINING and not ranks & had
 
     def _inject(self, incarnation: str, event: m.Inject, now: float) -> list[Decision]:
-        on_node = [a for a in self.agents.values() if a.node == event.injection.node]
-        if not on_node:
-            nodes = sorted(a.node for a in self.agents.values())
-            return [Log("inject-refused", f"there is no node {event.injection.node!r}; nodes: {nodes}")]
-        if not 0 <= event.injection.worker < self.config.ranks_per_node:
-            reason = f"there is no worker {event.injection.worker}; each node has workers 0 to {self.config.ranks_per_node - 1}"
-            return [Log("inject-refused", reason)]
-        text = f"{event.injection.action} {event.injection.scope} on {event.injection.node}"
-        if event.injection.at_step is not None:
-            text += f" in step {event.injection.at_step}, phase {event.injection.phase or 'forward'}"
-        return [Send(on_node[0].incarnation, m.Arm(event.injection)), Log("inject", text, {"node": event.injection.node})]
+        return arm(event.injection, self.agents.values())
 
     def _note(self, incarnation: str, event: m.Note, now: float) -> list[Decision]:
         return [Log(event.kind, event.text, {"node": self.agents[incarnation].node})]
@@ -396,34 +397,41 @@ class Control:
             self.recovery.halted_s = now
         if self._unreported():
             return []
-        holdings = [
-            plan.Holdings(r.done, r.between_steps, frozenset(r.own)) for _, r in sorted(self.halt_reports.items())
-        ]
-        replicas: dict[int, dict[int, list[str]]] = {}
-        for incarnation, report in self.replica_reports.items():
-            for rank, generations in report.replicas.items():
-                for generation in generations:
-                    replicas.setdefault(rank, {}).setdefault(generation, []).append(incarnation)
-        choice = plan.choose(holdings, replicas)
+        choice = plan.choose(*self._held())
         if isinstance(choice, str):
             return self._end(1, f"nothing to go back to: {choice}")
         return self._resume(choice, now)
 
+    def _held(self) -> tuple[list[plan.Holdings], dict[int, dict[int, list[str]]]]:
+        """What every rank and every holder has said to have, less what is known to be damaged: as plan.choose wants it."""
+        assert self.membership is not None
+        holdings = [
+            plan.Holdings(r.done, r.between_steps, self.commits.usable(member.incarnation, rank, r.own))
+            for (rank, r), member in zip(sorted(self.halt_reports.items()), self.membership.members, strict=True)
+        ]
+        replicas: dict[int, dict[int, list[str]]] = {}
+        for incarnation, report in self.replica_reports.items():
+            for rank, generations in report.replicas.items():
+                for generation in self.commits.usable(incarnation, rank, generations):
+                    replicas.setdefault(rank, {}).setdefault(generation, []).append(incarnation)
+        return holdings, replicas
+
     def _resume(self, choice: plan.Choice, now: float) -> list[Decision]:
         assert self.membership is not None and self.recovery is not None
         members = self.membership.members
-        holders = placement.place(self.config.grid, [x.node for x in members])
+        holders, worse = place_again(self.config, self.membership, self.agents)
         self.membership = m.Membership(self.version, members, holders)
-        sources = {rank: self.agents[incarnation].join.h2h for rank, incarnation in choice.fetch.items()}
+        self.sources = choice.fetch
+        sources = {r: tuple(m.Source(i, self.agents[i].join.h2h) for i in held_by) for r, held_by in choice.fetch.items()}
         self._enter(Phase.RESUMING)
         self.deadline_s = now + self.config.resume_timeout_s
         self.recovery.planned_s = now
         self.recovery.generation = choice.generation
-        self.acknowledged.clear()
-        self.committed = min(self.committed, choice.generation - 1)  # until the new holders have acknowledged it
+        self.commits.begin_again(choice.generation)
         resume = m.Resume(self.membership, choice.generation, self._store(), sources, choice.redo_sections)
         data = {"version": self.version, "generation": choice.generation, "fetch": sorted(sources), "holders": holders}
-        return [*(Send(i, resume) for i in self._member_agents()), Log("plan", choice.reason, data)]
+        logs = [Log("plan", choice.reason, data), *([Log("placement", worse)] if worse else [])]
+        return [*(Send(i, resume) for i in self._member_agents()), *logs]
 
     def _store(self) -> str:
         """An unused rendezvous store: that of a rank which had a state when it was halted, else one that a spare served when warm."""
@@ -435,9 +443,7 @@ class Control:
         return self.agents[first.incarnation].stores[first.worker]
 
     def _restored(self, incarnation: str, event: m.Restored, now: float) -> list[Decision]:
-        if event.version != self.version or self.membership is None or self.recovery is None:
-            return []
-        if event.rank not in self.agents[incarnation].ranks:
+        if not self._counts(incarnation, event) or self.membership is None or self.recovery is None:
             return []
         self.recovery.restored[event.rank] = event
         if len(self.recovery.restored) < len(self.membership.members):
@@ -449,9 +455,7 @@ class Control:
         return [Log("resumed", reason, {"version": self.version})]
 
     def _first_step(self, incarnation: str, event: m.FirstStep, now: float) -> list[Decision]:
-        if event.version != self.version or self.recovery is None or self.membership is None:
-            return []
-        if event.rank not in self.agents[incarnation].ranks:
+        if not self._counts(incarnation, event) or self.membership is None or self.recovery is None:
             return []
         self.recovery.first_step.add(event.rank)
         if self.phase is not Phase.TRAINING or len(self.recovery.first_step) < len(self.membership.members):
@@ -486,6 +490,8 @@ _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.Finished): Control._finished for p in _LIVE},
     **{(p, m.StepDone): Control._step_done for p in Phase},
     **{(p, m.Acknowledged): Control._acknowledged for p in (Phase.TRAINING, Phase.RESUMING)},
+    **{(p, m.Skipped): Control._skipped for p in (Phase.TRAINING, Phase.RESUMING)},
+    **{(p, m.CopyDamaged): Control._copy_damaged for p in _STARTED},
     **{(p, m.FirstStep): Control._first_step for p in (Phase.TRAINING, Phase.RESUMING)},
     **{(p, m.WorkerError): Control._worker_error for p in (Phase.TRAINING, Phase.RESUMING)},
     (Phase.HALTING, m.HaltReport): Control._halt_report,

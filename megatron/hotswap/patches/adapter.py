@@ -21,13 +21,14 @@ from .parallel_state import ParallelState
 class ReplayIterator:
     """A data iterator that can read again what was read since some generation.
 
-    Every item is remembered with the step it was read for (`step_of`, completed steps before it), and forgotten two steps later,
-    since no recovery goes further back.
+    Every item is remembered with the step it was read for (`step_of`, completed steps before it), and forgotten once no recovery
+    goes back to before that step (`oldest`).
     """
 
-    def __init__(self, source: Any, step_of: Callable[[], int]) -> None:
+    def __init__(self, source: Any, step_of: Callable[[], int], oldest: Callable[[], int]) -> None:
         self.source = source
         self._step_of = step_of
+        self._oldest = oldest
         self._read: deque[tuple[int, Any]] = deque()
         self._again: deque[Any] = deque()
 
@@ -37,7 +38,8 @@ class ReplayIterator:
     def __next__(self) -> Any:
         item = self._again.popleft() if self._again else next(self.source)
         step = self._step_of()
-        while self._read and self._read[0][0] < step - 1:
+        oldest = self._oldest()
+        while self._read and self._read[0][0] < oldest:
             self._read.popleft()
         self._read.append((step, item))
         return copy.copy(item)  # the trainer may change the dictionary's entries
@@ -71,6 +73,7 @@ class MegatronTrainer:
         self.start_iteration = 0  # completed steps when the job (not this process) began to train
         self.record: dict[str, Any] | None = None  # of the live generation's step
         self.step_of: Callable[[], int] = lambda: 0
+        self.oldest: Callable[[], int] = lambda: 0  # generation that a recovery may go back to
         self._iterators: list[ReplayIterator] = []
         self._megatrons_iterators: list[tuple[Any, ...]] = []
         self.built_generation: int | None = None
@@ -176,7 +179,7 @@ class MegatronTrainer:
     def remember_data(self, iterators: tuple[Any, ...]) -> None:
         """Make Megatron's data iterators readable again."""
         for iterator in _flat(iterators):
-            iterator.iterable = ReplayIterator(iterator.iterable, lambda: self.step_of())
+            iterator.iterable = ReplayIterator(iterator.iterable, lambda: self.step_of(), lambda: self.oldest())
             self._iterators.append(iterator.iterable)
         self._megatrons_iterators.append(iterators)
 

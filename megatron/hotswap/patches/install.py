@@ -16,7 +16,7 @@ from ..control import messages as m
 from ..recovery.execute import Recovery, Snapshots
 from ..topology.groups import Groups
 from ..worker.abort import Aborter
-from ..worker.loop import Loop, StepCall
+from ..worker.loop import Loop, Schedule, StepCall
 from ..worker.session import Session
 from . import arguments, checkpointing, distrib_optimizer, guard
 from . import training as training_patches
@@ -36,8 +36,10 @@ class HotSwap:
         collective, rendezvous = (timedelta(seconds=s) for s in (config.collective_timeout_s, config.resume_timeout_s))
         self._groups = Groups(collective)
         self._aborter = Aborter(session)
+        self._config = config
         self._trainer = MegatronTrainer(self._groups, ParallelState(self._groups), collective, rendezvous)
         self._snapshots = Snapshots(session, self._trainer)
+        self._trainer.oldest = lambda: self._snapshots.oldest
         self._recovery = Recovery(session, self._aborter, self._trainer, self._snapshots, new_store)
         self._rendezvous_timeout = rendezvous
         self._loop: Loop | None = None
@@ -105,7 +107,8 @@ class HotSwap:
                 self._trainer.consumed_train_samples = margs.consumed_train_samples
                 self._snapshots.attach(margs.iteration)
             proven = distrib_optimizer.step_proves_commit(built[1], margs.world_size)
-            self._loop = Loop(self._session, self._recovery, self._snapshots, self._runner, margs.iteration, proven)
+            schedule = Schedule(self._config.interval, self._config.when_late == "skip", proven)
+            self._loop = Loop(self._session, self._recovery, self._snapshots, self._runner, margs.iteration, schedule)
             self._trainer.step_of = lambda: self._loop.current_step if self._loop is not None else 0
             return built
 
@@ -115,8 +118,7 @@ class HotSwap:
         """Spare: iteration, samples and flags of the generation that the job goes back to, as a checkpoint would bring them."""
         self._plan = self._recovery.await_plan()
         self._snapshots.attach(self._plan.generation)
-        assert self._snapshots.engine is not None
-        self._snapshots.engine.adopt(self._plan.generation)
+        self._snapshots.adopt(self._plan)
         self._set_progress(margs)
         self._reached("plan and snapshot")
 

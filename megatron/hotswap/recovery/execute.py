@@ -85,22 +85,45 @@ class Snapshots:
             layout, slots, self._session.control, self._session.place.run_id, self._session.rank
         )
 
-    def take(self, generation: int) -> None:
-        """Begin the copy of the live state."""
+    @property
+    def oldest(self) -> int:
+        """The oldest generation that a recovery may still go back to; -1: none was taken yet."""
+        return -1 if self.engine is None else self.engine.oldest
+
+    @property
+    def newest(self) -> int:
+        """The newest generation taken; -1: none."""
+        return -1 if self.engine is None else self.engine.newest
+
+    def take(self, generation: int, keep: int) -> None:
+        """Begin the copy of the live state. `keep`: the newest generation known to be committed."""
         assert self.engine is not None
-        self.engine.begin(generation, self._trainer.tensors(), _ENCODER.encode(self._trainer.metadata(generation)))
-        self._session.say(local.Copying(generation))
+        metadata = _ENCODER.encode(self._trainer.metadata(generation))
+        slot = self.engine.begin(generation, self._trainer.tensors(), metadata, keep)
+        self._session.say(local.Copying(generation, slot, keep))
+
+    def adopt(self, plan: local.Plan) -> None:
+        """What the agent has fetched for this plan lies in a slot now."""
+        assert self.engine is not None
+        if plan.fetched_slot is not None:
+            self.engine.adopt(plan.generation, plan.fetched_slot)
 
     def metadata(self, generation: int) -> dict[str, Any]:
-        """The metadata of a generation in its slot."""
+        """The metadata of a generation."""
         assert self.engine is not None
-        decoded: dict[str, Any] = msgspec.msgpack.decode(self.engine.read_metadata(generation))
+        decoded: dict[str, Any] = msgspec.msgpack.decode(self.engine.metadata(generation))
         return decoded
 
     def restore(self, generation: int) -> int:
-        """Copy the tensors of a generation back."""
+        """Copy the tensors of a generation back, once its slot is found undamaged."""
         assert self.engine is not None
+        self.engine.verified_metadata(generation)
         return self.engine.restore(generation, self._trainer.tensors())
+
+    def go_back(self, generation: int) -> None:
+        """The live state is this generation again."""
+        assert self.engine is not None
+        self.engine.go_back(generation)
 
 
 def fail_setup(session: Session, reason: str) -> None:
@@ -152,11 +175,19 @@ class Recovery:
                 return order
             except (RuntimeError, SnapshotMismatch) as failure:
                 if not self._session.halted and not isinstance(failure, Halted):
-                    assert self._session.rank is not None
-                    text = f"{type(failure).__name__}: {failure}"[:2000]
-                    self._session.say(m.WorkerError(self._session.rank, self._session.version, 0, True, text))
+                    self._report_failure(order, failure)
                 position.dirty = True
                 order = self._await_order()
+
+    def _report_failure(self, order: m.Halt | local.Plan, failure: Exception) -> None:
+        assert self._session.rank is not None
+        if isinstance(failure, SnapshotMismatch) and isinstance(order, local.Plan):
+            self._session.say(
+                m.CopyDamaged(self._session.rank, order.generation, order.version, self._session.place.incarnation, str(failure)[:2000])
+            )
+        else:
+            text = f"{type(failure).__name__}: {failure}"[:2000]
+            self._session.say(m.WorkerError(self._session.rank, self._session.version, 0, True, text))
 
     def _await_order(self) -> m.Halt | local.Plan:
         """The newest order: a halt makes the plan before it void."""
@@ -208,6 +239,7 @@ class Recovery:
 
     def restore(self, plan: local.Plan, position: Position) -> int:
         """Make the live state generation `plan.generation`. A survivor that is there already copies nothing back."""
+        self._snapshots.adopt(plan)
         metadata = self._snapshots.metadata(plan.generation)
         count = 0
         if position.dirty or position.generation != plan.generation:
@@ -215,6 +247,7 @@ class Recovery:
         self._trainer.forget_step()
         self._trainer.load_metadata(metadata)
         self._trainer.rewind_data(plan.generation)
+        self._snapshots.go_back(plan.generation)
         position.generation, position.dirty, position.between_steps = plan.generation, False, False
         return count
 

@@ -23,7 +23,7 @@ class Choice:
     """The generation, which ranks must fetch it from which holder, and whether work between steps is done again."""
 
     generation: int
-    fetch: Mapping[int, str]  # rank -> agent incarnation that has the replica
+    fetch: Mapping[int, tuple[str, ...]]  # rank -> agents (incarnations) that have the replica, in the order to be tried
     redo_sections: bool
     reason: str
 
@@ -36,8 +36,8 @@ def choose(holdings: Sequence[Holdings], replicas: Mapping[int, Mapping[int, Seq
         replicas: rank -> generation -> incarnations of living agents with a complete replica.
 
     The newest generation that every rank has somewhere is taken. Where some rank was halted between steps (logging, evaluating,
-    saving) *after* that generation, and the one before it is also still there for all, that one is taken instead: then the step
-    is run again by everyone, the replaced rank included, and so the interrupted work after it is done again by everyone too.
+    saving) *after* that generation, and an older one is also still there for all, that one is taken instead: then the steps after
+    it are run again by everyone, the replaced rank included, and so the interrupted work is done again by everyone too.
     """
     available = [held.own | replicas.get(rank, {}).keys() for rank, held in enumerate(holdings)]
     common = sorted(frozenset.intersection(*map(frozenset, available)), reverse=True) if available else []
@@ -53,17 +53,17 @@ def choose(holdings: Sequence[Holdings], replicas: Mapping[int, Mapping[int, Seq
     reason = f"generation {generation} is the newest that every rank has"
     redo = True
     if interrupted:
-        if generation - 1 in common and generation - 1 >= completed - 1:
-            generation -= 1
+        if len(common) > 1 and completed == generation:
             reason = (
-                f"generation {generation}: rank(s) {interrupted} were interrupted in the work after step {generation + 1}, "
-                "which is done again with its step"
+                f"generation {common[1]}: rank(s) {interrupted} were interrupted in the work after step {generation}, which is done "
+                "again with its step"
             )
+            generation = common[1]
         else:
             redo = False
             reason += f"; the work after it that rank(s) {interrupted} were interrupted in is skipped"
     fetch = {
-        rank: sorted(replicas[rank][generation])[0]
+        rank: tuple(sorted(replicas[rank][generation]))
         for rank, held in enumerate(holdings)
         if generation not in held.own
     }

@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 from ..errors import PeerFault, SnapshotMismatch
 from ..snapshot.layout import Header
-from ..snapshot.slots import REPLICA_SLOTS, Slots
+from ..snapshot.slots import REPLICA_SLOTS, Slots, next_slot
 
 #: Called with the header of an incoming snapshot; returns the slot memory to receive it in.
 Reserve = Callable[[Header, int], tuple[Slots, int]]
 
 
 class ReplicaStore:
-    """The replicas that this agent holds for ranks of other nodes: two slots a rank, generation g in slot g % 2."""
+    """The replicas that this agent holds for ranks of other nodes: two slots a rank."""
 
     def __init__(self, run_id: str, require_room: Callable[[int], None]) -> None:
         self._run_id = run_id
@@ -29,8 +29,9 @@ class ReplicaStore:
         self._complete: dict[int, dict[int, int]] = {}  # rank -> slot -> generation
         self.frozen = False  # between the report of what is held and the plan made from it, nothing may change
 
-    def reserve(self, header: Header, slot_bytes: int) -> tuple[Slots, int]:
-        """Memory for an incoming snapshot. What the slot held is invalid from now on.
+    def reserve(self, header: Header, slot_bytes: int, keep: int = -1) -> tuple[Slots, int]:
+        """Memory for an incoming snapshot. What the slot held is invalid from now on; it is not that of generation `keep`, the
+        newest that the sender knows to be committed.
 
         Raises:
             SnapshotMismatch: it is of another run.
@@ -46,13 +47,13 @@ class ReplicaStore:
             self._require_room(slot_bytes * REPLICA_SLOTS)
             slots = self._slots[header.rank] = Slots.create(slot_bytes, REPLICA_SLOTS)
             self._complete[header.rank] = {}
-        slot = header.generation % REPLICA_SLOTS
-        newest = self._complete[header.rank].get(slot, -1)
+        held = self._complete[header.rank]
+        newest = max(held.values(), default=-1)
         if newest > header.generation:  # no recovery goes back that far, so only a node that was given up can send it
-            raise PeerFault(
-                f"generation {header.generation} of rank {header.rank} is older than generation {newest}, which is held here in its place"
-            )
-        self._complete[header.rank].pop(slot, None)
+            raise PeerFault(f"generation {header.generation} of rank {header.rank} is older than generation {newest}, which is held here")
+        same = [slot for slot, generation in held.items() if generation == header.generation]
+        slot = same[0] if same else next_slot(held, keep)
+        held.pop(slot, None)
         slots.invalidate(slot)
         return slots, slot
 
@@ -81,10 +82,15 @@ class ReplicaStore:
         Raises:
             SnapshotMismatch: there is none.
         """
-        slot = generation % REPLICA_SLOTS
-        if self._complete.get(rank, {}).get(slot) != generation:
-            raise SnapshotMismatch(f"no replica of rank {rank}, generation {generation} is here")
-        return self._slots[rank], slot
+        for slot, there in self._complete.get(rank, {}).items():
+            if there == generation:
+                return self._slots[rank], slot
+        raise SnapshotMismatch(f"no replica of rank {rank}, generation {generation} is here")
+
+    def go_back(self, generation: int) -> None:
+        """The job goes on from this generation: replicas of newer ones are of steps that will be run again."""
+        for rank, held in self._complete.items():
+            self._complete[rank] = {slot: there for slot, there in held.items() if there <= generation}
 
     def drop(self, keep: frozenset[int]) -> None:
         """Free the replicas of ranks that this agent no longer holds for."""

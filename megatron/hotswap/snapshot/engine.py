@@ -1,6 +1,6 @@
 """Filling and reading a worker's own slots: device to host (D2H) behind the training thread's back, and back again.
 
-Generation g lies in slot g % 2. `begin` hands the whole snapshot to the copy queue and returns at once; completion is the word
+`begin` hands the whole snapshot to the copy queue and returns at once; completion is the word
 COPIED of the control block, which the agent and the fence look at.
 """
 
@@ -16,7 +16,7 @@ import deadpool_ext
 
 from ..errors import SnapshotMismatch
 from .layout import HEADER_BYTES, Layout, plan_layout
-from .slots import OWN_SLOTS, ControlBlock, Slots, Word
+from .slots import OWN_SLOTS, ControlBlock, Slots, Word, next_slot
 
 _WAIT_S = 60.0
 #: How long a rollback waits for the agent to finish the header (checksum) of a slot that was only just filled.
@@ -49,14 +49,25 @@ class SnapshotEngine:
         self._rank = rank
         self._queue: deadpool_ext.CopyQueue | None = None
         self._generations: dict[int, int] = {}  # slot -> generation whose copy was begun
+        self._metadata: dict[int, bytes] = {}  # generation -> metadata, as it was put into the slot by this process
         self._ticket: int | None = None
         self._lengths = np.array([t.length_bytes for t in layout.tensors], dtype=np.uint64)
         offsets = np.array([t.offset for t in layout.tensors], dtype=np.uint64)
         payload_at = slots.slot_bytes - layout.payload_bytes
         self._targets = [offsets + np.uint64(slots.address(slot) + payload_at) for slot in range(OWN_SLOTS)]
 
-    def begin(self, generation: int, tensors: NamedTensors, metadata: bytes) -> None:
-        """Start the copy of a generation; returns at once.
+    @property
+    def oldest(self) -> int:
+        """The oldest generation that is here, or on its way here: no recovery goes further back. -1: none is."""
+        return min(self._generations.values(), default=-1)
+
+    @property
+    def newest(self) -> int:
+        """The newest generation that is here, or on its way here; -1: none is."""
+        return max(self._generations.values(), default=-1)
+
+    def begin(self, generation: int, tensors: NamedTensors, metadata: bytes, keep: int) -> int:
+        """Start the copy of a generation; returns its slot at once. That of generation `keep` is left alone.
 
         Raises:
             ValueError: the tensors or the metadata are not those of the layout.
@@ -66,12 +77,13 @@ class SnapshotEngine:
                 f"metadata has {len(metadata)} bytes, the slot has room for {self.layout.metadata_room_bytes}"
             )
         sources = self._addresses(tensors)
-        slot = generation % OWN_SLOTS
-        self._generations.pop(slot, None)
+        slot = next_slot(self._generations, keep)
+        self._metadata.pop(self._generations.pop(slot, -1), None)
         self.slots.invalidate(slot)
         self.slots.view(slot)[HEADER_BYTES : HEADER_BYTES + len(metadata)] = metadata
         self._control.set(Word.METADATA_BYTES_0 + slot, len(metadata))
         self._generations[slot] = generation
+        self._metadata[generation] = metadata
         queue, stream = self._queue_for(tensors)
         self._ticket = queue.submit(
             sources,
@@ -81,6 +93,7 @@ class SnapshotEngine:
             generation + 1,
             stream=stream,
         )
+        return slot
 
     def _queue_for(self, tensors: NamedTensors) -> tuple[deadpool_ext.CopyQueue, int | None]:
         on_device = next((t for _, t in tensors if t.is_cuda), None)
@@ -107,17 +120,38 @@ class SnapshotEngine:
             self._ticket = None
         return tuple(sorted(self._generations.values()))
 
-    def adopt(self, generation: int) -> None:
-        """The agent has put this generation (and no other) into its slot."""
-        self._generations = {generation % OWN_SLOTS: generation}
+    def adopt(self, generation: int, slot: int) -> None:
+        """The agent has put this generation into this slot."""
+        self._generations = {s: g for s, g in self._generations.items() if s != slot and g != generation}
+        self._generations[slot] = generation
+        self._metadata = {g: raw for g, raw in self._metadata.items() if g in self._generations.values() and g != generation}
 
-    def read_metadata(self, generation: int) -> bytes:
+    def go_back(self, generation: int) -> None:
+        """What is newer than this was never; its slot is free."""
+        self._generations = {s: g for s, g in self._generations.items() if g <= generation}
+        self._metadata = {g: raw for g, raw in self._metadata.items() if g <= generation}
+
+    def metadata(self, generation: int) -> bytes:
+        """The metadata of a generation as this process took it; else, of one that was fetched, from its slot, checked.
+
+        Raises:
+            SnapshotMismatch: the slot holds another snapshot, or a damaged one.
+        """
+        return self._metadata[generation] if generation in self._metadata else self.verified_metadata(generation)
+
+    def _slot_of(self, generation: int) -> int:
+        for slot, there in self._generations.items():
+            if there == generation:
+                return slot
+        raise SnapshotMismatch(f"rank {self._rank} has no snapshot of generation {generation}; it has {sorted(self._generations.values())}")
+
+    def verified_metadata(self, generation: int) -> bytes:
         """The metadata of a generation in its slot, checked with the rest of the snapshot.
 
         Raises:
             SnapshotMismatch: the slot holds another snapshot, or a damaged one.
         """
-        slot = generation % OWN_SLOTS
+        slot = self._slot_of(generation)
         deadline = time.monotonic() + _HEADER_WAIT_S
         while True:
             try:
@@ -134,8 +168,8 @@ class SnapshotEngine:
         return bytes(self.slots.view(slot)[HEADER_BYTES : HEADER_BYTES + header.metadata_bytes])
 
     def restore(self, generation: int, tensors: NamedTensors) -> int:
-        """Copy a generation's payload back into the tensors; call read_metadata first. Returns the bytes copied."""
-        slot = generation % OWN_SLOTS
+        """Copy a generation's payload back into the tensors; call verified_metadata first. Returns the bytes copied."""
+        slot = self._slot_of(generation)
         self._addresses(tensors)
         view = self.slots.view(slot)[self.slots.slot_bytes - self.layout.payload_bytes :]
         with torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import mmap
 import os
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -32,8 +33,22 @@ class Word(enum.IntEnum):
     STEP = 4  # worker: step in progress
     PHASE = 5  # worker: index of the phase it last entered
     PROGRESS = 6  # worker: counts phases; a number that stands still is a hang
+    VOID = 7  # agent: newest generation that will never be committed, since some rank skipped it
     METADATA_BYTES_0 = 8  # worker: metadata bytes in slot 0
     METADATA_BYTES_1 = 9
+
+
+def next_slot(held: Mapping[int, int], keep: int, count: int = OWN_SLOTS) -> int:
+    """The slot to write next: one that holds nothing, else the one with the oldest generation but never that of `keep`.
+
+    Args:
+        held: slot -> generation.
+        keep: the newest committed generation, which must not be overwritten before a newer one is (guarantee 4).
+    """
+    for slot in range(count):
+        if slot not in held:
+            return slot
+    return min((slot for slot in held if held[slot] != keep), key=lambda slot: held[slot])
 
 
 class ControlBlock:

@@ -1,7 +1,8 @@
 """The recovery loop: wraps every call of Megatron's train() that communicates, and runs again what a halt interrupted.
 
 Megatron's loop above never notices. It calls train_step, then *sections* (logging, evaluation, saving, timer barriers). The loop
-keeps the calls since the step before last, so that it can bring a rank back to the call that was interrupted:
+keeps the calls since the oldest generation in the rank's slots (with a snapshot after every step: the step before last), so that it
+can bring a rank back to the call that was interrupted:
 
     generation wanted by a step i (counted from 0): i, that is, i completed steps
     recovery to g: run every remembered step >= g again, with the sections behind it, up to the interrupted call, then that call
@@ -62,6 +63,19 @@ class StepCall:
     sections: list[Section] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """When snapshots are taken, and what is done when the one before is not replicated yet."""
+
+    interval: int = 1  # steps
+    skip_when_late: bool = False
+    proven_by_step: bool = False  # a step's gradient norm is reduced over the whole world, behind each rank's fence
+
+    def due(self, generation: int) -> bool:
+        """Whether this generation is one to take."""
+        return generation % self.interval == 0
+
+
 class Loop:
     """One per worker, on the training thread."""
 
@@ -72,7 +86,7 @@ class Loop:
         snapshots: Snapshots,
         runner: StepRunner,
         generation: int,
-        proven_by_step: bool,
+        schedule: Schedule,
     ) -> None:
         self._session = session
         self._recovery = recovery
@@ -80,8 +94,8 @@ class Loop:
         self._runner = runner
         self.position = Position(generation)
         self.in_section: str | None = None
-        self._proven_by_step = proven_by_step
-        self._calls: list[StepCall] = []  # the step before last, and the last
+        self._schedule = schedule
+        self._calls: list[StepCall] = []  # since the oldest generation that a recovery may go back to
         self._skip_sections = False
         self._first_step_due = False
         self.current_step = generation  # completed steps before the call that is running, or running again
@@ -95,7 +109,7 @@ class Loop:
 
     def first_snapshot(self) -> None:
         """Before the first step: the generation that a loss in that step goes back to."""
-        self._snapshots.take(self.position.generation)
+        self._snapshots.take(self.position.generation, keep=-1)
 
     def join(self, plan: local.Plan) -> None:
         """A spare at its first train_step: become the rank, by the same rebuild and restore as the survivors."""
@@ -106,7 +120,7 @@ class Loop:
     def step(self, call: StepCall) -> Any:
         """A call of train_step."""
         self._skip_sections = False
-        self._calls = [*self._calls[-1:], call]
+        self._calls = [*(c for c in self._calls if c.iteration >= self._snapshots.oldest), call]
         self.position.between_steps = False
         return self._drive(lambda: self._reach(call), lambda retry: self._attempt(call, retry))
 
@@ -190,12 +204,12 @@ class Loop:
         result = self._runner.run(call, retry or self._first_step_due)
         generation = call.iteration + 1
         self.position.generation, self.position.dirty = generation, False
-        if not self._proven_by_step:
-            self._session.await_commit(call.iteration)
+        if self._schedule.due(generation) and not self._schedule.skip_when_late and not self._schedule.proven_by_step:
+            self._session.await_commit(self._snapshots.newest)
         stall, self._session.exposed_stall_s = self._session.exposed_stall_s, 0.0
         record = self._runner.record(call, result, stall)  # goes into the snapshot too: it must not be lost with this rank
-        self._snapshots.take(generation)
-        self._session.enter("d2h", generation)
+        if self._schedule.due(generation):
+            self._take(generation)
         if record is not None:
             self._session.say(m.StepDone(record))
         if self._first_step_due:
@@ -203,6 +217,22 @@ class Loop:
             self._session.say(m.FirstStep(self._session.version, self._session.rank))
             self._first_step_due = False
         return result
+
+    def _take(self, generation: int) -> None:
+        """Snapshot, unless the one before is late and the user would rather skip than wait.
+
+        Of the two slots, that of the newest committed generation is kept. Where nobody skips, the one before is committed by now:
+        the step has proven it, or it was waited for.
+        """
+        assert self._session.rank is not None
+        before, committed = self._snapshots.newest, self._session.committed
+        if not self._schedule.skip_when_late:
+            committed = before
+        elif before not in (committed, self._session.void):
+            self._session.say(m.Skipped(self._session.rank, generation, self._session.version))
+            return
+        self._snapshots.take(generation, keep=committed)
+        self._session.enter("d2h", generation)
 
     def _run_section(self, section: Section, retry: bool) -> Any:
         self._session.check()
@@ -224,11 +254,13 @@ class Loop:
 
     def fence(self) -> None:
         """Called before the optimizer changes main parameters."""
-        self._session.enter("fence", self.position.generation + 1)
-        self._session.fence(self.position.generation)
+        completes = self.position.generation + 1
+        self._session.enter("fence", completes)
+        due = self._schedule.due(completes) and not self._schedule.skip_when_late
+        self._session.fence(self._snapshots.newest, acknowledged=due)
         self._session.check()
         self.position.dirty = True
-        self._session.enter("optimizer", self.position.generation + 1)
+        self._session.enter("optimizer", completes)
 
 
 def _is_communication(failure: Exception) -> bool:

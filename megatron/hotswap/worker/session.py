@@ -135,18 +135,30 @@ class Session:
                 return
             self.check()
 
-    def fence(self, generation: int) -> None:
-        """Before main parameters change: the copy of `generation` must be complete and acknowledged (guarantees 3 and 4)."""
+    def fence(self, generation: int, acknowledged: bool) -> None:
+        """Before main parameters change: the copy of `generation` must be complete, or it would be torn. `acknowledged`: and its
+        holders must have it, or one more step could be lost (guarantees 3 and 4)."""
         began = time.perf_counter()
         self.wait_for(Word.COPIED, generation + 1)
-        self.wait_for(Word.ACKNOWLEDGED, generation + 1)
+        if acknowledged:
+            self.wait_for(Word.ACKNOWLEDGED, generation + 1)
         self.exposed_stall_s += time.perf_counter() - began
 
     def await_commit(self, generation: int) -> None:
-        """Before the slot of `generation` - 1 is overwritten: `generation` must be complete everywhere (guarantee 4)."""
+        """Before the slot of an older one is overwritten: `generation` must be complete everywhere (guarantee 4)."""
         began = time.perf_counter()
         self.wait_for(Word.COMMITTED, generation + 1)
         self.exposed_stall_s += time.perf_counter() - began
+
+    @property
+    def committed(self) -> int:
+        """The newest generation that this worker knows to be committed; -1: none."""
+        return self.control.get(Word.COMMITTED) - 1
+
+    @property
+    def void(self) -> int:
+        """The newest generation known never to be committed, since some rank skipped it; -1: none."""
+        return self.control.get(Word.VOID) - 1
 
     # ---- progress, and faults on purpose
 
