@@ -81,6 +81,16 @@ struct FlagStore {
   std::uint64_t value;
 };
 
+// Those of one job. Made here and not where it is used, so that a leak on a lost device has this name in its trace.
+struct FlagStores {
+  static FlagStores* make(std::size_t count) {
+    auto* stores = new FlagStores;
+    stores->all.reserve(count);  // never grows after: the driver has pointers into it
+    return stores;
+  }
+  std::vector<FlagStore> all;
+};
+
 struct Batch {
   std::vector<std::uint64_t> sources, destinations, lengths;
   std::uint64_t end = 0;  // address behind the last byte
@@ -170,15 +180,14 @@ class CudaBackend : public CopyBackend {
           "cudaStreamWaitEvent", kDeviceLost);
     // Each store's pointer is the driver's once launched. All are freed below, once the stream has passed them, and not
     // at all if the device fails: whether the driver still uses them cannot be known then.
-    auto* stores = new std::vector<FlagStore>;
     const std::vector<Batch> batches = divide(job);
-    stores->reserve(batches.size() + 1);  // never grows after: pointers into it stay
+    auto* stores = FlagStores::make(batches.size() + 1);
     for (const Batch& batch : batches) {
       if (!batch.lengths.empty() && !copy_batch(batch)) copy_one_by_one(batch);
       if (job.progress != nullptr && !batch.lengths.empty())
-        store_after_copies(stores->emplace_back(FlagStore{job.progress, batch.end - job.progress_base}));
+        store_after_copies(stores->all.emplace_back(FlagStore{job.progress, batch.end - job.progress_base}));
     }
-    store_after_copies(stores->emplace_back(FlagStore{job.flag, job.flag_value}));
+    store_after_copies(stores->all.emplace_back(FlagStore{job.flag, job.flag_value}));
     check(cudaEventRecord(finished_->get(), stream_->get()), "cudaEventRecord", kDeviceLost);
     check(cudaEventSynchronize(finished_->get()), "cudaEventSynchronize", kDeviceLost);
     delete stores;

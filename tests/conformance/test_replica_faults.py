@@ -49,8 +49,8 @@ async def test_a_flipped_bit_in_a_replicas_header_is_never_loaded(kind, field):
     """And the other generation is still given: the better source."""
     async with Pair(kind) as pair:
         older = snapshot(generation=6)
-        await pair.owner.push(pair.address, *older)
-        await pair.owner.push(pair.address, *snapshot())
+        await pair.push(older)
+        await pair.push(snapshot())
         slots, slot = pair.store.find(3, 7)
         slots.view(slot)[FIELDS[field]] ^= 0x10
         assert isinstance(await fetch_into(pair), PeerFault | SnapshotMismatch)
@@ -67,7 +67,7 @@ async def test_a_flipped_bit_in_a_replicas_header_is_never_loaded(kind, field):
 async def test_a_whole_header_of_another_snapshot_is_never_loaded(kind, changes):
     """The slot of a run that is over, another rank's, an older one, or lengths and checksum that are not the content's."""
     async with Pair(kind) as pair:
-        await pair.owner.push(pair.address, *snapshot())
+        await pair.push(snapshot())
         slots, slot = pair.store.find(3, 7)
         slots.write_header(slot, dataclasses.replace(slots.header(slot), **changes))
         assert isinstance(await fetch_into(pair), PeerFault | SnapshotMismatch)
@@ -79,10 +79,10 @@ async def test_a_replica_with_a_damaged_header_is_replaced_when_it_is_sent_again
     """The holder does not believe that it has it, so redundancy comes back."""
     async with Pair(kind) as pair:
         mine = snapshot()
-        await pair.owner.push(pair.address, *mine)
+        await pair.push(mine)
         slots, slot = pair.store.find(3, 7)
         slots.view(slot)[FIELDS["crc32c"]] ^= 0x10
-        await push_as_agents_do(pair, *mine)
+        await push_as_agents_do(pair, mine)
         assert content(*await pair.fetch()) == content(*mine)
 
 
@@ -92,17 +92,17 @@ async def test_a_holder_that_the_system_refuses_memory_says_so_and_keeps_what_it
     """By a limit that really refuses: asking for too much memory would have the kernel kill somebody."""
     async with Pair(kind) as pair:
         older, newer = snapshot(rank=4), snapshot()
-        await pair.owner.push(pair.address, *older)
+        await pair.push(older)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_BYTES, limits[1]))
         try:
             with pytest.raises(PeerFault, match=f"the system refuses {2 * SLOT_BYTES} bytes of shared memory"):
-                await pair.owner.push(pair.address, *newer)
+                await pair.push(newer)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert pair.store.generations() == {4: (7,)}
         assert content(*await pair.fetch(rank=4)) == content(*older)
-        await push_as_agents_do(pair, *newer)  # memory is there again
+        await push_as_agents_do(pair, newer)  # memory is there again
         assert pair.store.generations() == {3: (7,), 4: (7,)}
 
 

@@ -82,7 +82,7 @@ class Checkers:
             return
         one_before = self.history[-2] if len(self.history) > 1 else 0
         safe = one_before if world.skip else self.peak - (2 * world.interval - 1)
-        what = f"membership {version} goes back to {generation}; {self.peak} was complete, {self.history} committed, interval {world.interval}"
+        what = f"membership {version} goes back to {generation}; complete was {self.peak}, committed {self.history}, N is {world.interval}"
         require(generation >= safe, "guarantee 3", what)
         self.history = [g for g in self.history if g <= generation]
 

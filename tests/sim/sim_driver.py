@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from sim_agent import FakeAgent
 from sim_checkers import Checkers, Violation
-from sim_fakes import FakeAgent
 from sim_world import RUN_ID, Clock, FakeSlots, Node, Rendezvous, Stream
 
 from megatron.hotswap.control import messages as m
@@ -25,7 +25,7 @@ from megatron.hotswap.topology.grid import Grid
 
 TIME_MAX_S = 600.0
 TICK_S = 0.1
-FAULTS = ("kill", "kill", "power", "freeze", "freeze-short", "cut", "worker", "link", "rot")
+FAULTS = ("kill", "kill", "power", "freeze", "freeze-short", "cut", "worker", "link", "rot", "rot")
 
 
 @dataclass
@@ -37,6 +37,8 @@ class Outcome:
     reason: str
     versions: int
     swaps: int
+    skipped: int
+    damaged: int
     faults: list[str] = field(default_factory=list)
 
 
@@ -54,6 +56,7 @@ class World:
         self.replicas = rng.choice([1, 1, 2]) if nodes > 2 else 1
         self.interval = rng.choice([1, 1, 2, 3])
         self.skip = rng.random() < 0.3  # rather than wait, when a replica is late
+        self.damaged = 0  # copies that were found to be of no use
         self.rotted = False  # whether the bytes of some copy have changed
         self.proven_by_step = rng.random() < 0.5
         self.sections = rng.random() < 0.5
@@ -135,6 +138,7 @@ class World:
     def _decided(self, decisions: list[Any]) -> None:
         for decision in decisions:
             if isinstance(decision, Log):
+                self.damaged += decision.kind == "copy-damaged"
                 if decision.kind == "resumed":
                     self.checkers.on_resumed()
                 elif decision.kind == "recovery" and not self.moments:
@@ -212,7 +216,8 @@ class World:
             self.clock.after(self.rng.uniform(0.2, 6.0), stream.heal)
 
     def _rot(self, agent: FakeAgent) -> None:
-        """A bit flips in some copy that the node has."""
+        """A bit flips in some copy that the node has. Does no harm by itself, so it is not one of the schedule's faults."""
+        self.faults_left += 1
         copies = [s for w in agent.workers for s in w.own.values()]
         copies += [s for rank in self.everyone for s in agent.replica_snapshots(rank).values()]
         if copies:
@@ -268,7 +273,16 @@ def simulate(seed: int, change: Any = None) -> Outcome:
             kind = Violation if isinstance(failure, Violation) else type(failure)
             raise Violation(f"seed {seed}: {kind.__name__}: {failure}; faults: {world.faults}") from failure
     control = world.control
-    return Outcome(seed, control.exit_code, control.exit_reason, control.version, len(control.recoveries), world.faults)
+    return Outcome(
+        seed,
+        control.exit_code,
+        control.exit_reason,
+        control.version,
+        len(control.recoveries),
+        control.commits.skipped_generations,
+        world.damaged,
+        world.faults,
+    )
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ class Push:
             self.known = self.agent.world.holders_look and self.holder.holds(self.header)
             if not self.known:
                 before = self.holder.replica_snapshots(self.header.rank)
-                _, self.slot = self.holder.replicas.reserve(self.header, SLOT_BYTES, self.keep)
+                _, self.slot = self.holder.replicas.reserve(self.header, SLOT_BYTES, keep=self.keep)
                 self.agent.world.checkers.on_reserve(self.agent, self.holder, self.header, before.get(self.slot))
         except HotSwapError:
             self._again()

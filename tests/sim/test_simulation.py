@@ -12,11 +12,14 @@ import os
 from unittest import mock
 
 import pytest
+from sim_agent import FakeAgent
 from sim_driver import Violation, simulate
-from sim_fakes import FakeAgent, FakeWorker
+from sim_worker import FakeWorker
 
+from megatron.hotswap.control.commits import Commits
 from megatron.hotswap.control.state import Control
 from megatron.hotswap.recovery import plan
+from megatron.hotswap.replication.transfer import ReplicaStore
 
 SCHEDULES = int(os.environ.get("DEADPOOL_SIM_SCHEDULES", "2000"))
 PLANTED_WITHIN = 4000
@@ -30,9 +33,11 @@ def test_no_schedule_breaks_a_guarantee():
         endings[outcome.exit_code] += 1
         endings["second failure"] += outcome.versions > 2
         endings["recovered"] += outcome.swaps > 0
+        endings["skipped"] += outcome.skipped > 0
+        endings["damaged"] += outcome.damaged > 0
     print(dict(endings))
     # The schedules reach what they are meant to reach: each ending, and failures during a recovery.
-    assert all(endings[kind] > SCHEDULES // 50 for kind in (0, 1, 75, "second failure", "recovered")), endings
+    assert all(endings[kind] > SCHEDULES // 50 for kind in (0, 1, 75, "second failure", "recovered", "skipped", "damaged")), endings
 
 
 def test_a_seed_repeats_itself():
@@ -140,6 +145,28 @@ def late_spare_is_waited_for():
     return mock.patch.multiple(Control, _unreported=unreported, _give_up_silent_ranks=give_up)
 
 
+def one_holder_is_enough():
+    """With two replicas, a rank takes the first holder's answer for both."""
+
+    def further(self, worker, generation):
+        if any(known == generation for known, _ in self._replicated[worker.rank]):
+            self._pushing.discard(worker.index)
+            self._acknowledge(worker, generation)
+            self.copies_changed()
+
+    return mock.patch.object(FakeAgent, "_replicated_further", further)
+
+
+def holders_keep_nothing():
+    """A holder overwrites the oldest replica, though the newer one may never be committed, since some rank skipped it."""
+    return mock.patch.object(ReplicaStore, "reserve", lambda self, header, size, version=0, keep=-1: ORIGINAL_RESERVE(self, header, size))
+
+
+def damaged_copies_are_planned_with():
+    """The plan forgets which copies were found damaged."""
+    return mock.patch.object(Commits, "usable", lambda self, incarnation, rank, generations: frozenset(generations))
+
+
 def patch_transition(name, handler):
     from megatron.hotswap.control import state
 
@@ -151,6 +178,7 @@ def patch_transition(name, handler):
 ORIGINAL_HANDLE = Control.handle
 ORIGINAL_CHOOSE = plan.choose
 ORIGINAL_RESUME = Control._resume
+ORIGINAL_RESERVE = ReplicaStore.reserve
 ORIGINAL_GIVE_UP = Control._give_up_silent_ranks
 
 
@@ -164,6 +192,16 @@ def nodes_that_come_back(world):
     world.fault_kinds, world.h2h_s = ("freeze", "freeze", "kill"), 0.2
 
 
+def late_and_skipping(world):
+    """Weather in which generations are skipped: replicas take longer than steps."""
+    world.skip, world.proven_by_step, world.h2h_s, world.steps = True, False, 0.2, 12
+
+
+def rotting_copies(world):
+    """Weather in which copies rot before a node is lost."""
+    world.fault_kinds, world.faults_left = ("rot", "rot", "kill"), 4
+
+
 PLANTED = [
     (own_acknowledgement_is_enough, "guarantee 4", None),
     (no_fence, "guarantee", None),
@@ -175,6 +213,9 @@ PLANTED = [
     (newest_of_anybody, "guarantee", None),
     (commit_not_said_again, "ending", None),
     (late_spare_is_waited_for, "ending", None),
+    (one_holder_is_enough, "guarantee 4", None),
+    (holders_keep_nothing, "guarantee 4", late_and_skipping),
+    (damaged_copies_are_planned_with, "ending", rotting_copies),
 ]
 
 

@@ -36,6 +36,7 @@ class NeedSlots(_Local, frozen=True):
     layout_hash: bytes
     metadata_room_bytes: int
     payload_bytes: int
+    peers: tuple[int, ...] = ()  # ranks whose payload is the same as this one's, bit for bit
 
 
 class SlotsGiven(_Local, frozen=True):

@@ -21,14 +21,15 @@ from .. import environment
 from ..config import HotSwapConfig
 from ..control import messages as m
 from ..coordinator import wire
-from ..errors import Fenced, HotSwapError, PeerFault, SnapshotMismatch, UsageError
+from ..errors import Fenced, HotSwapError, UsageError
 from ..replication.tcp import TcpTransport
 from ..replication.transfer import ReplicaStore, Transport
 from ..snapshot.layout import HEADER_BYTES, Header
-from ..snapshot.slots import OWN_SLOTS, Slots, Word, next_slot, require_room, require_room_for_job
+from ..snapshot.slots import OWN_SLOTS, Slots, Word, require_room, require_room_for_job
 from . import local
 from .domain import failure_domain
 from .inject import strike
+from .replicator import Replicator, free_slot, own_slot_of
 from .worker_process import WorkerProcess
 
 #: How often the flag of a copy in progress is looked at. A snapshot waits at most this long before it is sent on.
@@ -60,10 +61,10 @@ class Agent:
         self._workers: list[WorkerProcess] = []
         self._replicas = ReplicaStore(place.run_id, self._require_room)
         self._transport: Transport = TcpTransport(place.token, self._interface)
+        self._replicator = Replicator(place.run_id, self._replicas, self._transport, self._say, self._guard, self._before_push)
+        self._replicas.own = lambda rank, generation: own_slot_of(self._workers, rank, generation)
         self._membership: m.Membership | None = None
-        self._pushes: dict[int, asyncio.Task[None]] = {}  # worker -> replication in progress
         self._recovery: asyncio.Task[None] | None = None
-        self._replicated: dict[int, set[tuple[int, str]]] = {}  # rank -> (generation, holder incarnation) acknowledged
         self._armed: list[m.Injection] = []
         self._taken_bytes = 0
         self._heard_s = 0.0
@@ -96,8 +97,9 @@ class Agent:
         try:
             return await self._exit
         finally:
-            for task in [*tasks, *self._pushes.values(), *([self._recovery] if self._recovery else [])]:
+            for task in [*tasks, *([self._recovery] if self._recovery else [])]:
                 task.cancel()
+            self._replicator.close()
             for worker in self._workers:
                 loop.remove_reader(worker.link.sock)
                 worker.kill()
@@ -194,6 +196,7 @@ class Agent:
             m.Resume: self._resume,
             m.Commit: self._commit,
             m.Void: self._void,
+            m.SendWhole: self._send_whole,
             m.Arm: self._arm,
             m.Alive: lambda _: None,
             m.Stop: self._stop,
@@ -211,6 +214,7 @@ class Agent:
 
     def _start(self, message: m.Start) -> None:
         self._membership = message.membership
+        self._replicas.version = message.membership.version
         for rank, member in enumerate(message.membership.members):
             if member.incarnation == self.incarnation:
                 self._give_rank(
@@ -225,7 +229,7 @@ class Agent:
     def _assign(self, message: m.Assign) -> None:
         # A node that joined after the halt has not said what it holds (nothing, but the plan waits for it).
         self._replicas.frozen = True
-        self._say(m.ReplicaReport(message.version - 1, self._replicas.generations()))
+        self._say(m.ReplicaReport(message.version - 1, self._replicator.replicas(self._workers)))
         for worker, rank in zip(self._workers, message.ranks, strict=True):
             self._give_rank(worker, rank, message.world_size, message.version, "", fake=True)
 
@@ -235,17 +239,18 @@ class Agent:
 
     def _halt(self, message: m.Halt) -> None:
         self._replicas.frozen = True
-        for task in [*self._pushes.values(), *([self._recovery] if self._recovery else [])]:
-            task.cancel()
-        self._pushes.clear()
+        self._replicator.halt()
+        if self._recovery is not None:
+            self._recovery.cancel()
         for worker in self._workers:
             if worker.rank is not None:
                 worker.control.set(Word.OVER_VERSION, message.version)
                 self._tell(worker, message)
-        self._say(m.ReplicaReport(message.version, self._replicas.generations()))
+        self._say(m.ReplicaReport(message.version, self._replicator.replicas(self._workers)))
 
     def _resume(self, message: m.Resume) -> None:
         before, self._membership = self._membership, message.membership
+        self._replicas.version = message.membership.version
         self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))
         if before is None or before.holders != message.membership.holders or before.members != message.membership.members:
             self._release_after = message.membership.held_by(self.incarnation)
@@ -257,21 +262,24 @@ class Agent:
         self._replicas.go_back(plan.generation)
         self._replicas.frozen = False
         for worker in mine:
-            assert worker.rank is not None
-            self._begin_push(worker, plan.generation, plan.generation)
+            self._replicator.begin(worker, plan.membership, plan.generation, keep=plan.generation)
 
     async def _prepare(self, worker: WorkerProcess, plan: m.Resume) -> None:
         rank = worker.rank
         assert rank is not None
         fetched, slot = 0, None
         if rank in plan.sources:
-            header = await self._fetch(worker, rank, plan)
+            header = await self._replicator.fetch(worker, plan, lambda h, size: self._reserve_own(worker, h, size))
             if header is None:
                 return
-            fetched, slot = header.metadata_bytes + header.payload_bytes, worker.slot_of(plan.generation)
+            fetched, slot = header.metadata_bytes + header.payload_bytes, worker.fetching_into
+            worker.generations[slot] = plan.generation
+            worker.layout_hash = header.layout_hash
+            assert worker.slots is not None
+            worker.metadata_room_bytes = worker.slots.slot_bytes - HEADER_BYTES - header.payload_bytes
+            worker.control.set(Word.METADATA_BYTES_0 + slot, header.metadata_bytes)
         worker.generations = {s: g for s, g in worker.generations.items() if g <= plan.generation}
-        known = self._replicated.setdefault(rank, set())
-        known.difference_update([entry for entry in known if entry[0] > plan.generation])  # those generations were never
+        self._replicator.go_back(rank, plan.generation)
         worker.control.set(Word.COPIED, plan.generation + 1)
         worker.control.set(Word.ACKNOWLEDGED, plan.generation)
         worker.control.set(Word.COMMITTED, min(worker.control.get(Word.COMMITTED), plan.generation))
@@ -279,35 +287,11 @@ class Agent:
         order = local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched, slot)
         self._tell(worker, order)
 
-    async def _fetch(self, worker: WorkerProcess, rank: int, plan: m.Resume) -> Header | None:
-        """Bring the rank's snapshot from the first source that has it undamaged (guarantee 6). None: there was none, which is said."""
-        unreachable = []
-        for source in plan.sources[rank]:
-            try:
-                slots, slot, header = await self._transport.fetch(
-                    source.h2h, self.place.run_id, rank, plan.generation, lambda h, size: self._reserve_own(worker, h, size)
-                )
-            except SnapshotMismatch as damaged:
-                self._say(m.CopyDamaged(rank, plan.generation, plan.membership.version, source.incarnation, str(damaged)))
-            except PeerFault as gone:  # the coordinator finds out whether it is
-                unreachable.append(f"{source.incarnation}: {gone}")
-            else:
-                worker.generations[slot] = plan.generation
-                worker.layout_hash = header.layout_hash
-                worker.metadata_room_bytes = slots.slot_bytes - HEADER_BYTES - header.payload_bytes
-                worker.control.set(Word.METADATA_BYTES_0 + slot, header.metadata_bytes)
-                return header
-        if unreachable:
-            text = f"generation {plan.generation} could not be fetched: {'; '.join(unreachable)}"
-            self._say(m.WorkerError(rank, plan.membership.version, 0, True, text))
-        return None
-
     def _reserve_own(self, worker: WorkerProcess, header: Header, slot_bytes: int) -> tuple[Slots, int]:
         if worker.slots is None:
             self._require_room(slot_bytes * OWN_SLOTS)
         slots = worker.make_slots(slot_bytes)
-        of_generation = [s for s, g in worker.generations.items() if g == header.generation]
-        slot = of_generation[0] if of_generation else next_slot(worker.generations, keep=-1)
+        slot = worker.fetching_into = free_slot(worker, header.generation)
         worker.generations.pop(slot, None)
         slots.invalidate(slot)
         return slots, slot
@@ -321,10 +305,14 @@ class Agent:
             self._release_after = None
 
     def _void(self, message: m.Void) -> None:
-        """A generation that some rank has skipped: it need not travel, and its slots are free."""
+        """A generation that some rank has skipped: its slots are free."""
         for worker in self._workers:
             if worker.rank is not None:
                 worker.control.set(Word.VOID, message.generation + 1)
+        self._replicator.void(message.generation)
+
+    def _send_whole(self, message: m.SendWhole) -> None:
+        self._replicator.whole = True
 
     def _arm(self, message: m.Arm) -> None:
         injection = message.injection
@@ -362,8 +350,8 @@ class Agent:
         elif isinstance(message, local.Copying):
             worker.generations = {s: g for s, g in worker.generations.items() if s != message.slot}
             worker.generations[message.slot] = message.generation
-            if not self._replicas.frozen:
-                self._begin_push(worker, message.generation, message.keep)
+            if not self._replicas.frozen and self._membership is not None:
+                self._replicator.begin(worker, self._membership, message.generation, message.keep)
         elif isinstance(message, local.Strike):
             self._strike(message.injection)
         else:
@@ -373,6 +361,7 @@ class Agent:
 
     def _give_slots(self, worker: WorkerProcess, wanted: local.NeedSlots) -> None:
         slot_bytes = HEADER_BYTES + wanted.metadata_room_bytes + wanted.payload_bytes
+        worker.peers = wanted.peers
         if worker.slots is not None:  # fetched already
             if worker.layout_hash == wanted.layout_hash:
                 self._tell(worker, local.SlotsGiven(worker.slots.slot_bytes, OWN_SLOTS), (worker.slots.fd,))
@@ -388,7 +377,8 @@ class Agent:
         try:
             # Every agent holds as many replicas as it has ranks, times R; a refusal must come before training starts.
             ranks, limit = len(self._workers), self.config.host_memory_max_bytes
-            require_room_for_job(slot_bytes, ranks, ranks * self.config.replicas, limit, self.place.node)
+            replicas = 0 if self._shares_payload(worker) else ranks * self.config.replicas
+            require_room_for_job(slot_bytes, ranks, replicas, limit, self.place.node)
             self._require_room(slot_bytes * OWN_SLOTS)
             slots = worker.make_slots(slot_bytes)
         except UsageError as refusal:
@@ -397,6 +387,16 @@ class Agent:
         worker.layout_hash = wanted.layout_hash
         worker.metadata_room_bytes = wanted.metadata_room_bytes
         self._tell(worker, local.SlotsGiven(slot_bytes, OWN_SLOTS), (slots.fd,))
+
+    def _shares_payload(self, worker: WorkerProcess) -> bool:
+        """Whether the worker's holders have its payload themselves. Said once, for the start-up summary."""
+        if self._membership is None or worker.rank is None:
+            return False
+        peers = self._replicator.peers_in_place_of_payload(worker, self._membership)
+        if peers and worker.rank == 0:
+            text = f"the optimizer's state is not sharded: ranks {peers} have that of rank 0 too, so only metadata travel between nodes"
+            self._say(m.Note("replication", text))
+        return bool(peers)
 
     def _link_closed(self, worker: WorkerProcess) -> None:
         """The process is ending: find out how, as soon as the kernel knows."""
@@ -423,59 +423,7 @@ class Agent:
             worker.said_goodbye = True
             self._say(m.WorkerLost(worker.index, evidence))
 
-    # ---- replication
-
-    def _begin_push(self, worker: WorkerProcess, generation: int, keep: int) -> None:
-        task = asyncio.get_running_loop().create_task(self._guard(self._replicate(worker, generation, keep)))
-        self._pushes[worker.index] = task
-        task.add_done_callback(lambda done: self._pushes.pop(worker.index, None) if self._pushes.get(worker.index) is done else None)
-
-    async def _replicate(self, worker: WorkerProcess, generation: int, keep: int) -> None:
-        assert worker.slots is not None and worker.rank is not None and worker.layout_hash is not None and self._membership is not None
-        slots, slot, membership = worker.slots, worker.slot_of(generation), self._membership
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        while worker.control.get(Word.COPIED) < generation + 1:
-            await asyncio.sleep(_COPY_POLL_S)
-        copied = loop.time()
-        metadata_bytes = worker.control.get(Word.METADATA_BYTES_0 + slot)
-        payload_bytes = slots.slot_bytes - HEADER_BYTES - worker.metadata_room_bytes
-        crc = await loop.run_in_executor(None, slots.checksum, slot, metadata_bytes, payload_bytes)
-        header = Header(self.place.run_id, worker.rank, generation, worker.layout_hash, metadata_bytes, payload_bytes, crc)
-        slots.write_header(slot, header)
-        await self._strike_in_transfer(worker, generation)
-        holders = membership.holders_of(worker.rank)
-        await asyncio.gather(*(self._push(worker, generation, holder, slots, slot, header) for holder in holders))
-        self._acknowledge(worker, generation, copied - begun, loop.time() - copied)
-
-    async def _push(self, worker: WorkerProcess, generation: int, holder: m.Member, slots: Slots, slot: int, header: Header) -> None:
-        """Until the holder has it."""
-        assert worker.rank is not None
-        known = self._replicated.setdefault(worker.rank, set())
-        if (generation, holder.incarnation) in known:
-            return
-        failures = 0
-        while True:
-            try:
-                await self._transport.push(holder.h2h, slots, slot, header)
-                break
-            except (PeerFault, SnapshotMismatch) as failure:
-                # The holder is dying (a halt will cancel this), has not resumed yet, or refused a damaged transfer: the slot is
-                # still whole, so it is sent again.
-                failures += 1
-                if failures == _PUSH_FAILURES_SAID and not self._replicas.frozen:
-                    self._say(m.Note("push-failed", f"rank {worker.rank}, generation {generation}: {failure}"))
-                await asyncio.sleep(_PUSH_RETRY_S)
-        known.difference_update([entry for entry in known if entry[0] not in worker.generations.values()])
-        known.add((generation, holder.incarnation))
-
-    def _acknowledge(self, worker: WorkerProcess, generation: int, d2h_s: float, h2h_s: float) -> None:
-        assert worker.rank is not None
-        worker.control.set(Word.ACKNOWLEDGED, generation + 1)
-        assert self._membership is not None
-        self._say(m.Acknowledged(worker.rank, generation, self._membership.version, d2h_s, h2h_s))
-
-    async def _strike_in_transfer(self, worker: WorkerProcess, generation: int) -> None:
+    def _before_push(self, worker: WorkerProcess, generation: int) -> None:
         for injection in [i for i in self._armed if i.worker == worker.index and (i.at_step or 0) <= generation]:
             self._armed.remove(injection)
             asyncio.get_running_loop().call_later(0.0005, self._strike, injection)

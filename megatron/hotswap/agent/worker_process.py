@@ -25,6 +25,9 @@ class WorkerProcess:
         self.slots: Slots | None = None
         self.layout_hash: bytes | None = None  # of what is in the slots
         self.generations: dict[int, int] = {}  # slot -> generation that was begun or fetched there
+        self.fetching_into = 0  # slot
+        self.peers: tuple[int, ...] = ()  # ranks with the same payload, since the optimizer's state is not sharded
+        self.envelopes: Slots | None = None  # what goes to holders that have the payload themselves
         self.metadata_room_bytes = 0
         self.said_goodbye = False
         ours, theirs = pair()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .messages import Acknowledged
+
 
 class Commits:
     """What is known of the copies of generations, in the present membership. -1 stands for none, as before training."""
@@ -14,12 +16,18 @@ class Commits:
         self._world_size = world_size
         self._acknowledged: dict[int, set[int]] = {}  # generation -> ranks whose every holder has it
         self._void: set[int] = set()
+        self._payloads: dict[int, dict[int, int]] = {}  # generation -> rank -> CRC32C of a payload that was not sent
+        self._peers: dict[int, tuple[int, ...]] = {}  # rank -> ranks that should have the same payload
         self._damaged: set[tuple[str, int, int]] = set()  # (agent incarnation, rank, generation)
 
-    def acknowledge(self, rank: int, generation: int) -> bool:
+    def acknowledge(self, event: Acknowledged) -> bool:
         """A rank's holders have a generation. Whether it is committed by that."""
+        rank, generation = event.rank, event.generation
         if generation <= self.committed or generation in self._void:
             return False
+        if event.payload_crc is not None:
+            self._payloads.setdefault(generation, {})[rank] = event.payload_crc
+            self._peers[rank] = event.peers
         ranks = self._acknowledged.setdefault(generation, set())
         ranks.add(rank)
         if len(ranks) < self._world_size:
@@ -27,6 +35,18 @@ class Commits:
         self.committed = generation
         self._forget_up_to(generation)
         return True
+
+    def difference(self, generation: int) -> str:
+        """Which ranks' payloads should be equal in this generation and are not, in words: neither can stand in for the other."""
+        crcs = self._payloads.get(generation, {})
+        for rank, crc in crcs.items():
+            for peer in self._peers[rank]:
+                if crcs.get(peer, crc) != crc:
+                    return (
+                        f"ranks {rank} and {peer} should have the same state after step {generation}, and do not (CRC32C {crc:08x}, "
+                        f"{crcs[peer]:08x}); from now on each is sent whole"
+                    )
+        return ""
 
     def skip(self, generation: int) -> bool:
         """Some rank does not take this generation. Whether that is news."""
@@ -49,6 +69,7 @@ class Commits:
         """A new membership goes on from `generation`: committed once its holders (who may be others) have it, like all after it."""
         self.committed = min(self.committed, generation - 1)
         self._acknowledged.clear()
+        self._payloads.clear()
         self._void.clear()
         # A damaged copy of what comes after is overwritten; one of `generation` must stay known.
         self._damaged = {entry for entry in self._damaged if entry[2] == generation}
@@ -56,4 +77,5 @@ class Commits:
     def _forget_up_to(self, generation: int) -> None:
         for old in [g for g in self._acknowledged if g <= generation]:
             del self._acknowledged[old]
+        self._payloads = {g: crcs for g, crcs in self._payloads.items() if g >= generation}
         self._void = {g for g in self._void if g > generation}

@@ -105,16 +105,18 @@ class Heartbeat(_Message, frozen=True):
 class Acknowledged(_Message, frozen=True):
     """Every holder of `rank` has the whole, checked snapshot of `generation`.
 
-    `version` is that of the membership whose holders they are; one of an old membership says nothing about today's holders.
-    `d2h_s` is how long the copy into the own slot took, `h2h_s` how long from then on until all holders had it, checksum included;
-    None where that was not measured.
+    `version` is that of the membership whose holders they are; one of an old membership says nothing about today's holders. `d2h_s`
+    is how long the copy into the own slot took, `h2h_s` how long it took from then on until the holders had it. Where the payload
+    was not sent, since these `peers` have the same one, `payload_crc` is its CRC32C.
     """
 
     rank: int
     generation: int
     version: int
-    d2h_s: float | None = None
-    h2h_s: float | None = None
+    d2h_s: float = 0.0
+    h2h_s: float = 0.0
+    payload_crc: int | None = None
+    peers: tuple[int, ...] = ()
 
 
 class Skipped(_Message, frozen=True):
@@ -274,6 +276,12 @@ class Void(_Message, frozen=True):
     generation: int
 
 
+class SendWhole(_Message, frozen=True):
+    """Ranks that should have the same payload do not: send payloads too, from the next generation on."""
+
+    reason: str
+
+
 class Arm(_Message, frozen=True):
     """Cause a fault."""
 
@@ -295,7 +303,7 @@ FromAgent = (
     Join | WorkerReady | Heartbeat | Acknowledged | Skipped | CopyDamaged | StepDone | WorkerError | WorkerLost | HaltReport
     | ReplicaReport | Restored | FirstStep | Finished | Note
 )
-FromCoordinator = Welcome | Refused | Start | Halt | Assign | Resume | Commit | Void | Arm | Alive | Stop
+FromCoordinator = Welcome | Refused | Start | Halt | Assign | Resume | Commit | Void | SendWhole | Arm | Alive | Stop
 
 
 # ---- what only the coordinator's own service tells the core

@@ -123,9 +123,6 @@ class Control:
 
     # ---- joining and starting
 
-    def _too_late(self, incarnation: str, event: m.Join, now: float) -> list[Decision]:
-        return [Send(incarnation, m.Refused(f"the job is over: {self.exit_reason}"))]
-
     def _join(self, incarnation: str, event: m.Join, now: float) -> list[Decision]:
         refusal = refusal_of(event, self.config)
         if refusal:
@@ -180,9 +177,11 @@ class Control:
     # ---- while training
 
     def _acknowledged(self, incarnation: str, event: m.Acknowledged, now: float) -> list[Decision]:
-        if not self._counts(incarnation, event) or not self.commits.acknowledge(event.rank, event.generation):
+        if not self._counts(incarnation, event) or not self.commits.acknowledge(event):
             return []
-        return [Send(i, m.Commit(event.generation)) for i in self._member_agents()]
+        commit: list[Decision] = [Send(i, m.Commit(event.generation)) for i in self._member_agents()]
+        differ = self.commits.difference(event.generation)
+        return [*commit, Log("peers-differ", differ), *(Send(i, m.SendWhole(differ)) for i in self.agents)] if differ else commit
 
     def _skipped(self, incarnation: str, event: m.Skipped, now: float) -> list[Decision]:
         """One rank's skip makes the generation void for all: else those who took it would wait for a commit that never comes."""
@@ -197,8 +196,8 @@ class Control:
         if event.version != self.version:
             return []
         self.commits.damage(event.incarnation, event.rank, event.generation)
-        text = f"rank {event.rank}, generation {event.generation}, at {event.incarnation}: {event.text}"
-        log = Log("copy-damaged", text, {"rank": event.rank, "generation": event.generation, "incarnation": event.incarnation})
+        where = {"rank": event.rank, "generation": event.generation, "incarnation": event.incarnation}
+        log = Log("copy-damaged", text := "rank {rank}, generation {generation}, at {incarnation}: ".format(**where) + event.text, where)
         sources = self.sources.get(event.rank, (incarnation,))
         left = any(self.commits.usable(i, event.rank, [event.generation]) for i in sources)
         if left or self.phase is not Phase.RESUMING:
@@ -480,7 +479,7 @@ _STARTED = _LIVE[1:]
 #: (phase, event) -> what is done. docs/architecture.md shows it as a diagram.
 _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.Join): Control._join for p in _LIVE},
-    (Phase.ENDED, m.Join): Control._too_late,
+    (Phase.ENDED, m.Join): lambda self, who, event, now: [Send(who, m.Refused(f"the job is over: {self.exit_reason}"))],
     **{(p, m.WorkerReady): Control._ready for p in _LIVE},
     **{(p, m.Heartbeat): Control._heartbeat for p in Phase},
     **{(p, m.AgentLost): Control._agent_lost for p in _LIVE},

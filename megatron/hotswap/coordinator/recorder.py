@@ -59,7 +59,7 @@ class Recorder:
 
     def copied(self, done: Acknowledged) -> None:
         """A rank's snapshot is at its holder; of a generation the slowest rank counts."""
-        if done.d2h_s is not None and done.h2h_s is not None:
+        if done.d2h_s or done.h2h_s:
             now = _Copy(done.d2h_s, done.h2h_s, done.d2h_s + done.h2h_s)
             self._copying[done.generation] = _Copy(*map(max, now, self._copying.get(done.generation, now)))
 

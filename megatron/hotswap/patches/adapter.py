@@ -96,6 +96,17 @@ class MegatronTrainer:
                     owned.append((f"model{c}.{name}", parameter.detach()))
         return owned
 
+    def payload_peers(self) -> tuple[int, ...]:
+        from megatron.core import mpu
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        parts = distrib_optimizer.optimizers(self.optimizer)
+        if any(isinstance(part, DistributedOptimizer) for part in parts) or mpu.get_expert_model_parallel_world_size() > 1:
+            return ()
+        mine = dist.get_rank()
+        ring = dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context_parallel=True))
+        return tuple(rank for rank in ring if rank != mine)
+
     def metadata(self, generation: int) -> dict[str, Any]:
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

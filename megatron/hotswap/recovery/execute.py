@@ -30,6 +30,9 @@ class Trainer(Protocol):
     def tensors(self) -> NamedTensors:
         """Optimizer shard and module tensors outside the optimizer, in the layout's order."""
 
+    def payload_peers(self) -> tuple[int, ...]:
+        """The ranks whose `tensors` are the same as this one's after every step, bit for bit; none where state is sharded."""
+
     def metadata(self, generation: int) -> dict[str, Any]:
         """Everything else that a generation consists of, as plain values."""
 
@@ -74,7 +77,7 @@ class Snapshots:
         tensors = self._trainer.tensors()
         layout = layout_of(tensors, len(_ENCODER.encode(self._trainer.metadata(generation))))
         answer, fds = self._session.await_slots(
-            local.NeedSlots(layout.hash, layout.metadata_room_bytes, layout.payload_bytes)
+            local.NeedSlots(layout.hash, layout.metadata_room_bytes, layout.payload_bytes, self._trainer.payload_peers())
         )
         if isinstance(answer, local.NoSlots):
             fail_setup(self._session, answer.reason)

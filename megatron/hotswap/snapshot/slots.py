@@ -6,10 +6,12 @@ maps it, so a snapshot outlives its worker, and a job that ends, however it ends
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import mmap
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -36,6 +38,8 @@ class Word(enum.IntEnum):
     VOID = 7  # agent: newest generation that will never be committed, since some rank skipped it
     METADATA_BYTES_0 = 8  # worker: metadata bytes in slot 0
     METADATA_BYTES_1 = 9
+    COPIED_BYTES_0 = 10  # copy engine: how much of the payload of slot 0 is in place, while COPIED does not say that all is
+    COPIED_BYTES_1 = 11
 
 
 def next_slot(held: Mapping[int, int], keep: int, count: int = OWN_SLOTS) -> int:
@@ -93,6 +97,8 @@ class Slots:
         self.slot_bytes = slot_bytes
         self.count = count
         self._map = mmap.mmap(fd, slot_bytes * count)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._base = _address(self._map)
         self._view = memoryview(self._map)
 
@@ -105,14 +111,20 @@ class Slots:
         """
         fd = os.memfd_create("deadpool-slots")
         try:
-            os.posix_fallocate(fd, 0, slot_bytes * count)
-            return cls(fd, slot_bytes, count)
-        except OSError as refused:
+            if not _huge_pages_for_shared_memory():
+                os.posix_fallocate(fd, 0, slot_bytes * count)
+                return cls(fd, slot_bytes, count)
+            # The advice counts for pages that a mapping brings in, not for those that fallocate makes.
+            os.ftruncate(fd, slot_bytes * count)
+            slots = cls(fd, slot_bytes, count)
+            deadpool_ext.prefault(slots.address(0), slot_bytes * count)
+            return slots
+        except (OSError, RuntimeError) as refused:  # RuntimeError: of prefault
             os.close(fd)
             raise UsageError(
-                f"the system refuses {slot_bytes * count} bytes of shared memory for {count} snapshot slots: {refused.strerror}; free host "
-                "memory, raise the limits of this process (ulimit -v, ulimit -f), put fewer ranks on a node, or use more data-parallel "
-                "ranks, which makes each shard smaller"
+                f"the system refuses {slot_bytes * count} bytes of shared memory for {count} snapshot slots: {refused}; free host memory, "
+                "raise the limits of this process (ulimit -v, ulimit -f), put fewer ranks on a node, or use more data-parallel ranks, "
+                "which makes each shard smaller"
             ) from refused
 
     def address(self, slot: int) -> int:
@@ -207,6 +219,14 @@ def require_room_for_job(slot_bytes: int, ranks: int, replicas: int, limit_bytes
     """
     purpose = f"{OWN_SLOTS} slots of {slot_bytes} bytes for each of {ranks} rank(s), and {REPLICA_SLOTS} for each of {replicas} replica(s)"
     require_room(slot_bytes * (OWN_SLOTS * ranks + REPLICA_SLOTS * replicas), limit_bytes, node, purpose)
+
+
+def _huge_pages_for_shared_memory() -> bool:
+    """Whether this system gives huge pages to shared memory that asks for them: fewer entries to walk for every copy and send."""
+    with contextlib.suppress(OSError):
+        chosen = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+        return any(f"[{mode}]" in chosen for mode in ("always", "within_size", "advise", "force"))
+    return False
 
 
 def _address(mapped: mmap.mmap) -> int:

@@ -1,0 +1,278 @@
+"""Moves the snapshots of an agent's ranks to their holders behind the workers' backs, and back into a worker that has none.
+
+A push begins when the worker's copy begins and sends each chunk once it is in place (replication/outgoing.py). Where the holders
+have a rank's payload themselves, since the optimizer's state is not sharded, only an envelope goes (replication/envelope.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import deadpool_ext
+
+from ..control import messages as m
+from ..errors import PeerFault, SnapshotMismatch
+from ..replication import envelope
+from ..replication.outgoing import Outgoing
+from ..replication.transfer import ReplicaStore, Transport
+from ..snapshot.layout import HEADER_BYTES, Header
+from ..snapshot.slots import OWN_SLOTS, Slots, Word, next_slot
+from .worker_process import WorkerProcess
+
+_PUSH_RETRY_S = 0.05
+_PUSH_FAILURES_SAID = 20  # a second of failing is worth a line; a holder that is a moment late to resume is not
+_ENVELOPE_ROOM_BYTES = 64 << 10  # beyond the metadata: header, peers, growth of counters
+
+Guard = Callable[[Awaitable[None]], Coroutine[Any, Any, None]]
+
+
+class Replicator:
+    """One per agent. `before_push(worker, generation)` is called when the first byte is about to leave, for faults on purpose."""
+
+    def __init__(
+        self,
+        run_id: str,
+        replicas: ReplicaStore,
+        transport: Transport,
+        say: Callable[[m.FromAgent], None],
+        guard: Guard,
+        before_push: Callable[[WorkerProcess, int], None],
+    ) -> None:
+        self._run_id = run_id
+        self._replicas = replicas
+        self._transport = transport
+        self._say = say
+        self._guard = guard
+        self._before_push = before_push
+        self._pushes: dict[int, tuple[int, asyncio.Task[None]]] = {}  # worker -> (generation, its push)
+        self._seals: set[asyncio.Task[None]] = set()
+        self._replicated: dict[int, set[tuple[int, str]]] = {}  # rank -> (generation, incarnation of a holder that has it)
+        self.whole = False  # send payloads even to holders that should have them: they were seen to differ
+
+    # ---- out
+
+    def begin(self, worker: WorkerProcess, membership: m.Membership, generation: int, keep: int) -> None:
+        """Send the worker's generation to its holders; `keep` is what they must not overwrite."""
+        task = asyncio.get_running_loop().create_task(self._guard(self._replicate(worker, membership, generation, keep)))
+        self._pushes[worker.index] = generation, task
+        task.add_done_callback(lambda done: self._forget(worker.index, done))
+
+    def _forget(self, index: int, done: asyncio.Task[None]) -> None:
+        if index in self._pushes and self._pushes[index][1] is done:
+            del self._pushes[index]
+
+    def halt(self) -> None:
+        """Nothing is sent any more. Snapshots that are complete get their headers all the same: they may be restored from."""
+        for _, task in self._pushes.values():
+            task.cancel()
+        self._pushes.clear()
+
+    def void(self, generation: int) -> None:
+        """A generation that will never be committed need not travel, and its slot may be written soon."""
+        for going, task in self._pushes.values():
+            if going == generation:
+                task.cancel()
+
+    def close(self) -> None:
+        """Stop everything."""
+        self.halt()
+        for task in self._seals:
+            task.cancel()
+
+    def go_back(self, rank: int, generation: int) -> None:
+        """Newer generations of this rank were never."""
+        known = self._replicated.setdefault(rank, set())
+        known.difference_update([entry for entry in known if entry[0] > generation])
+
+    async def _replicate(self, worker: WorkerProcess, membership: m.Membership, generation: int, keep: int) -> None:
+        assert worker.rank is not None
+        loop = asyncio.get_running_loop()
+        begun, rank = loop.time(), worker.rank
+        outgoing = self._outgoing(worker, generation, membership.version, keep)
+        seal = loop.create_task(self._seal(worker, outgoing))
+        self._seals.add(seal)
+        seal.add_done_callback(self._seals.discard)
+        copied = loop.create_task(self._copied_at(worker, generation))
+        try:
+            self._before_push(worker, generation)
+            payload_crc, peers = None, self.peers_in_place_of_payload(worker, membership)
+            if peers:
+                await asyncio.shield(seal)
+                outgoing, payload_crc = await self._envelope(worker, outgoing, peers)
+            await asyncio.gather(*(self._push(worker, outgoing, holder) for holder in membership.holders_of(rank)))
+            await asyncio.shield(seal)
+            worker.control.set(Word.ACKNOWLEDGED, generation + 1)
+            d2h_s = (await copied) - begun
+            self._say(m.Acknowledged(rank, generation, membership.version, d2h_s, loop.time() - begun - d2h_s, payload_crc, peers))
+        finally:
+            copied.cancel()
+
+    def _outgoing(self, worker: WorkerProcess, generation: int, version: int, keep: int) -> Outgoing:
+        assert worker.slots is not None and worker.rank is not None and worker.layout_hash is not None
+        slots, slot = worker.slots, worker.slot_of(generation)
+        try:
+            header = slots.header(slot)
+            header.require(run_id=self._run_id, rank=worker.rank, generation=generation)
+            return Outgoing.of_slot(slots, slot, header, version=version, keep=keep)
+        except SnapshotMismatch:  # it is still being copied, or was not looked at since
+            pass
+        payload_bytes = slots.slot_bytes - HEADER_BYTES - worker.metadata_room_bytes
+        control = worker.control
+
+        def available() -> int:
+            if control.get(Word.COPIED) >= generation + 1:
+                return payload_bytes
+            return control.get(Word.COPIED_BYTES_0 + slot)
+
+        return Outgoing.of_copy(
+            slots,
+            slot,
+            available,
+            run_id=self._run_id,
+            rank=worker.rank,
+            generation=generation,
+            layout_hash=worker.layout_hash,
+            metadata_bytes=control.get(Word.METADATA_BYTES_0 + slot),
+            payload_bytes=payload_bytes,
+            version=version,
+            keep=keep,
+        )
+
+    async def _copied_at(self, worker: WorkerProcess, generation: int) -> float:
+        while worker.control.get(Word.COPIED) < generation + 1:
+            await asyncio.sleep(0.001)
+        return asyncio.get_running_loop().time()
+
+    async def _seal(self, worker: WorkerProcess, outgoing: Outgoing) -> None:
+        """Write the own slot's header as soon as its checksum is known, whatever becomes of the push."""
+        try:
+            header = await outgoing.header()
+        except SnapshotMismatch as damaged:
+            self._say(m.Note("own-slot-damaged", str(damaged)))
+            raise
+        if outgoing.promised is None and worker.generations.get(outgoing.slot) == outgoing.generation:
+            outgoing.slots.write_header(outgoing.slot, header)
+
+    async def _push(self, worker: WorkerProcess, outgoing: Outgoing, holder: m.Member) -> None:
+        """Until the holder has it."""
+        rank, generation = outgoing.rank, outgoing.generation
+        known = self._replicated.setdefault(rank, set())
+        if (generation, holder.incarnation) in known:
+            return
+        failures = 0
+        while True:
+            try:
+                await self._transport.push(holder.h2h, outgoing)
+                break
+            except PeerFault as failure:
+                # The holder is dying (a halt will cancel this), has not resumed yet, or refused a damaged transfer: the slot is
+                # still whole, so it is sent again.
+                failures += 1
+                if failures == _PUSH_FAILURES_SAID and not self._replicas.frozen:
+                    self._say(m.Note("push-failed", f"rank {rank}, generation {generation}: {failure}"))
+                await asyncio.sleep(_PUSH_RETRY_S)
+        known.difference_update([entry for entry in known if entry[0] not in worker.generations.values()])
+        known.add((generation, holder.incarnation))
+
+    # ---- payloads that the holders have themselves
+
+    def peers_in_place_of_payload(self, worker: WorkerProcess, membership: m.Membership) -> tuple[int, ...]:
+        """The ranks that have the worker's payload, if all its holders' are among them; else none: the payload is sent."""
+        assert worker.rank is not None
+        if self.whole or not set(membership.holders[worker.rank]) <= set(worker.peers):
+            return ()
+        return worker.peers
+
+    async def _envelope(self, worker: WorkerProcess, outgoing: Outgoing, peers: tuple[int, ...]) -> tuple[Outgoing, int]:
+        """The envelope of a complete snapshot, and the checksum of the payload that it leaves out."""
+        loop = asyncio.get_running_loop()
+        inner, slots = await outgoing.header(), outgoing.slots
+        metadata = bytes(slots.view(outgoing.slot)[HEADER_BYTES : HEADER_BYTES + inner.metadata_bytes])
+        raw = envelope.pack(inner, metadata, peers)
+        if worker.envelopes is None:
+            worker.envelopes = Slots.create(HEADER_BYTES + worker.metadata_room_bytes + _ENVELOPE_ROOM_BYTES, OWN_SLOTS)
+        into, slot = worker.envelopes, outgoing.slot
+        into.view(slot)[HEADER_BYTES : HEADER_BYTES + len(raw)] = raw
+        header = Header(self._run_id, inner.rank, inner.generation, inner.layout_hash, len(raw), 0, into.checksum(slot, len(raw), 0))
+        into.write_header(slot, header)
+        begin = slots.address(outgoing.slot) + slots.slot_bytes - inner.payload_bytes
+        payload_crc = await loop.run_in_executor(None, deadpool_ext.crc32c, begin, inner.payload_bytes)
+        return Outgoing.of_slot(into, slot, header, version=outgoing.version, keep=outgoing.keep), payload_crc
+
+    def replicas(self, workers: list[WorkerProcess]) -> dict[int, tuple[int, ...]]:
+        """What can be restored from here, for the report at a halt: rank -> generations. An envelope counts with its payload only."""
+        return {
+            rank: usable
+            for rank, generations in self._replicas.generations().items()
+            if (usable := tuple(g for g in generations if self._restorable(rank, g, workers)))
+        }
+
+    def _restorable(self, rank: int, generation: int, workers: list[WorkerProcess]) -> bool:
+        slots, slot = self._replicas.find(rank, generation)
+        header = slots.header(slot)
+        if not envelope.is_envelope(header):
+            return True
+        peers = envelope.unpack(bytes(slots.view(slot)[HEADER_BYTES : HEADER_BYTES + header.metadata_bytes])).peers
+        have = [w.rank for w in workers if generation in w.generations.values() and w.control.get(Word.COPIED) >= generation + 1]
+        return any(rank in peers for rank in have)
+
+    # ---- in
+
+    async def fetch(self, worker: WorkerProcess, plan: m.Resume, reserve: Callable[[Header, int], tuple[Slots, int]]) -> Header | None:
+        """Bring the rank's snapshot from the first source that has it undamaged (guarantee 6). None: there was none, which is said."""
+        rank, version, unreachable = worker.rank, plan.membership.version, []
+        assert rank is not None
+        for source in plan.sources[rank]:
+            try:
+                return await self._fetch_from(source, rank, plan, reserve)
+            except SnapshotMismatch as damaged:
+                self._say(m.CopyDamaged(rank, plan.generation, version, source.incarnation, str(damaged)))
+            except PeerFault as gone:  # the coordinator finds out whether it is
+                unreachable.append(f"{source.incarnation}: {gone}")
+        if unreachable:
+            text = f"generation {plan.generation} could not be fetched: {'; '.join(unreachable)}"
+            self._say(m.WorkerError(rank, version, 0, True, text))
+        return None
+
+    async def _fetch_from(
+        self, source: m.Source, rank: int, plan: m.Resume, reserve: Callable[[Header, int], tuple[Slots, int]]
+    ) -> Header:
+        def reserve_either(header: Header, slot_bytes: int) -> tuple[Slots, int]:
+            return (Slots.create(slot_bytes, 1), 0) if envelope.is_envelope(header) else reserve(header, slot_bytes)
+
+        slots, slot, header = await self._transport.fetch(source.h2h, self._run_id, rank, plan.generation, reserve_either)
+        if not envelope.is_envelope(header):
+            return header
+        found = envelope.unpack(bytes(slots.view(slot)[HEADER_BYTES : HEADER_BYTES + header.metadata_bytes]))
+        slots.close()
+        there = [r for r, x in enumerate(plan.membership.members) if x.incarnation == source.incarnation and r in found.peers]
+        if not there:
+            raise SnapshotMismatch(f"{source.incarnation} has the metadata of rank {rank}, but no rank of {found.peers} with its payload")
+        inner = found.inner
+        slots, slot, peer = await self._transport.fetch(source.h2h, self._run_id, there[0], plan.generation, reserve)
+        inner.require(run_id=self._run_id, rank=rank, generation=plan.generation, layout_hash=peer.layout_hash)
+        slots.invalidate(slot)
+        slots.view(slot)[HEADER_BYTES : HEADER_BYTES + len(found.metadata)] = found.metadata
+        slots.write_header(slot, inner)
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, slots.verify, slot)
+        except SnapshotMismatch as differs:
+            slots.invalidate(slot)
+            raise SnapshotMismatch(f"with the payload of rank {there[0]}: {differs}") from differs
+        return inner
+
+
+def own_slot_of(workers: list[WorkerProcess], rank: int, generation: int) -> tuple[Slots, int] | None:
+    """A worker's own snapshot, for a peer that shares its payload."""
+    for worker in workers:
+        if worker.rank == rank and worker.slots is not None and generation in worker.generations.values():
+            return worker.slots, worker.slot_of(generation)
+    return None
+
+
+def free_slot(worker: WorkerProcess, generation: int) -> int:
+    """The slot to fetch a generation into: that of the same generation (a damaged one), else the oldest."""
+    same = [slot for slot, there in worker.generations.items() if there == generation]
+    return same[0] if same else next_slot(worker.generations, keep=-1)

@@ -1,0 +1,139 @@
+"""Guarantees 3, 5, 6 and 7 on real processes: several replicas, a snapshot every few steps, and copies whose bytes have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from hot_swap_job import Fault, GridCase, argv, events, run_job, schedule, steps
+
+from megatron.hotswap.coordinator.service import Coordinator, Scheduled
+from megatron.hotswap.errors import SnapshotMismatch
+from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
+
+pytestmark = pytest.mark.timeout(1500)
+
+
+def agent_of(node: str) -> psutil.Process:
+    """The agent of a virtual node of the job that runs in this process."""
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("DEADPOOL_NODE") == node:
+                return process
+    raise AssertionError(f"{node} has no agent")
+
+
+def newest_copies(agent: psutil.Process, rank: int) -> dict[int, tuple[Path, int, int]]:
+    """Generation -> (file, begin of the slot, its bytes) of the complete copies of a rank that an agent has, read from its memory."""
+    found = {}
+    for fd in Path(f"/proc/{agent.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "deadpool-slots" not in os.readlink(fd):
+                continue
+            slot_bytes = fd.stat().st_size // 2
+            with open(fd, "rb") as memory:
+                for slot in range(2):
+                    memory.seek(slot * slot_bytes)
+                    with contextlib.suppress(SnapshotMismatch):
+                        header = Header.unpack(memory.read(HEADER_BYTES))
+                        if header.rank == rank:
+                            found[header.generation] = fd, slot * slot_bytes, slot_bytes
+    return found
+
+
+def flip_a_bit(file: Path, slot_end: int) -> None:
+    """In the last byte of a slot's payload that is not padding."""
+    with open(file, "r+b") as memory, mmap.mmap(memory.fileno(), 0) as view:
+        at = slot_end - 1
+        while view[at] == 0:
+            at -= 1
+        view[at] ^= 0x10
+
+
+def test_two_nodes_at_once_with_two_replicas_and_a_snapshot_every_second_step(tmp_path: Path) -> None:
+    """--hot-swap-replicas 2: a rank and one of its holders are lost together. --hot-swap-interval 2: at most 3 completed steps again."""
+    case = GridCase("dp4", 4, 1, "--use-distributed-optimizer")
+    command = argv(case, 24, None, "--hot-swap-replicas 2 --hot-swap-interval 2")
+    lost: list[str] = []
+
+    def two_at_once(coordinator: Coordinator) -> None:
+        step = coordinator.recorder.last_step
+        if not lost and step is not None and step.step >= 5:
+            membership = coordinator.control.membership
+            assert membership is not None and len(membership.holders[1]) == 2
+            nodes = [membership.members[rank].node for rank in (1, membership.holders[1][0])]
+            for agent in [agent_of(node) for node in nodes]:
+                os.killpg(agent.pid, signal.SIGKILL)
+            lost.extend(nodes)
+
+    later = [Scheduled("kill", "node", 0, 13, "optimizer"), Scheduled("freeze", "node", 3, 17, "backward")]
+    run_job(case, tmp_path / "reference", command)
+    summary = run_job(case, tmp_path / "disturbed", command, spares=2, faults=later, show=two_at_once)
+    assert summary["exit_code"] == 0, summary["ended"]
+    assert len(summary["recoveries"]) == 3 and sorted(summary["recoveries"][0]["nodes_lost"]) == sorted(lost)
+    assert all(r["steps_rerun"] <= 3 for r in summary["recoveries"])
+    assert any(r["generation"] % 2 == 0 for r in summary["recoveries"])
+    assert steps(tmp_path / "disturbed") == steps(tmp_path / "reference")
+    assert "any 2 nodes may be lost at one moment" in events(tmp_path / "disturbed", "start")[0]["reason"]
+
+
+def test_a_damaged_replica_is_not_loaded(tmp_path: Path) -> None:
+    """Guarantee 6: a bit has flipped in the newest replica of a rank whose node is lost. The generation before it is gone back to.
+
+    With data-parallel size 1: the holder is a rank of another stage, and parameters come from the main parameters alone.
+    """
+    case = GridCase("pp4", 4, 1, "--pipeline-model-parallel-size 4 --use-distributed-optimizer")
+    command = argv(case, 16, None, "--hot-swap-when-late skip")
+    damaged: list[int] = []
+
+    def damage_and_kill(coordinator: Coordinator) -> None:
+        step, membership = coordinator.recorder.last_step, coordinator.control.membership
+        if damaged or step is None or step.step < 6 or membership is None:
+            return
+        holder = membership.holders_of(1)[0]
+        copies = newest_copies(agent_of(holder.node), rank=1)
+        if len(copies) < 2:
+            return  # one is just being overwritten
+        os.killpg(agent_of(membership.members[1].node).pid, signal.SIGKILL)  # first, so that no newer one comes
+        copies = newest_copies(agent_of(holder.node), rank=1)
+        generation = max(copies)
+        file, begin, length = copies[generation]
+        flip_a_bit(file, begin + length)
+        damaged.append(generation)
+
+    run_job(case, tmp_path / "reference", command)
+    summary = run_job(case, tmp_path / "disturbed", command, spares=1, show=damage_and_kill)
+    assert summary["exit_code"] == 0, summary["ended"]
+    said = events(tmp_path / "disturbed", "copy-damaged")
+    assert said and said[0]["rank"] == 1 and said[0]["generation"] == damaged[0], json.dumps(said)
+    assert [r["generation"] for r in summary["recoveries"]][-1] < damaged[0]
+    assert steps(tmp_path / "disturbed") == steps(tmp_path / "reference")
+
+
+def test_without_a_distributed_optimizer_only_metadata_travel(tmp_path: Path) -> None:
+    """State that data-parallel peers have too is taken from a peer; a loss is recovered from all the same. SGD with momentum."""
+    case = GridCase("sgd", 4, 1, "--tensor-model-parallel-size 2 --optimizer sgd")
+    planned, iterations = schedule([Fault("kill", "backward"), Fault("freeze", "fence")], case.world_size)
+    command = argv(case, iterations, None)
+    sent: list[int] = []
+
+    def look(coordinator: Coordinator) -> None:
+        step, membership = coordinator.recorder.last_step, coordinator.control.membership
+        if not sent and step is not None and step.step == 2 and membership is not None:
+            holder = agent_of(membership.holders_of(1)[0].node)
+            sizes = [length for _, _, length in newest_copies(holder, rank=1).values()]
+            if sizes:
+                sent.append(max(sizes))
+
+    run_job(case, tmp_path / "reference", command)
+    summary = run_job(case, tmp_path / "disturbed", command, spares=1, faults=planned, show=look)
+    assert summary["exit_code"] == 0 and len(summary["recoveries"]) == 2, summary["ended"]
+    assert steps(tmp_path / "disturbed") == steps(tmp_path / "reference")
+    assert "only metadata travel between nodes" in events(tmp_path / "disturbed", "replication")[0]["reason"]
+    assert sent and sent[0] < 200_000  # the payload has 1.6 MB

@@ -1,0 +1,255 @@
+"""Fake agents: the order of events of agent/main.py and agent/replicator.py, without their mechanics.
+
+The real parts under them are ReplicaStore (over memory without bytes) and every message. Where this differs from the agent of
+today, it is how the agent must be; test_simulation.py plants the difference as a bug and shows what it breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sim_push import Push
+from sim_worker import FakeWorker
+from sim_world import RUN_ID, Node, Snapshot
+
+from megatron.hotswap.control import messages as m
+from megatron.hotswap.errors import HotSwapError
+from megatron.hotswap.replication.transfer import ReplicaStore
+from megatron.hotswap.snapshot.layout import Header
+from megatron.hotswap.snapshot.slots import next_slot
+
+
+class FakeAgent:
+    """One life of one node's agent."""
+
+    def __init__(self, world: Any, node: Node, incarnation: str, workers: int) -> None:
+        self.world = world
+        self.node = node
+        self.incarnation = incarnation
+        self.workers = [FakeWorker(self, i) for i in range(workers)]
+        self.replicas = ReplicaStore(RUN_ID, lambda wanted: None)
+        self.membership: m.Membership | None = None
+        self.version = 0  # of the membership that it takes part in: H2H traffic of another one is refused
+        self.ended = False
+        self._epoch = 0  # transfers of an ended membership are cancelled
+        self._replicated: dict[int, set[tuple[int, str]]] = {}
+        self._pushing: set[int] = set()  # workers whose newest copy is on its way
+        self._release_after: frozenset[int] | None = None
+        self._heard = world.clock.now
+        self._sequence = 0
+
+    def begin(self) -> None:
+        """Join; the workers become warm a while later."""
+        config = self.world.control.config
+        self.say(m.Join(m.PROTOCOL, config.run_id, config.token, self.node.name, self.incarnation, len(self.workers), self.incarnation))
+        for worker in self.workers:
+            self.node.after(self.world.clock.about(0.3), self.say, m.WorkerReady(worker.index, f"spare-store-{worker.index}"))
+        self._beat()
+
+    def say(self, message: m.FromAgent) -> None:
+        """To the coordinator."""
+        if not self.ended:
+            self.world.said(type(message))
+            self.world.uplinks[self.incarnation].send((self.incarnation, message))
+
+    def _beat(self) -> None:
+        if self.ended:
+            return
+        config = self.world.control.config
+        heard = max(self._heard, self.node.thawed_at)  # who stood still itself reads first what waits for it
+        if self.world.clock.now - heard > config.lease_s:
+            self.end()
+            return
+        self._sequence += 1
+        self.say(m.Heartbeat(self._sequence))
+        self.node.after(config.heartbeat_interval_s, self._beat)
+
+    def end(self) -> None:
+        """The process ends, its workers with it."""
+        self.ended = True
+        self.node.alive = False
+        self.world.connection_closed(self)
+
+    # ---- orders
+
+    def obey(self, message: m.FromCoordinator) -> None:
+        """One message of the coordinator."""
+        self._heard = self.world.clock.now
+        if self.ended:
+            return
+        orders: dict[type, Callable[[Any], None]] = {
+            m.Start: self._start,
+            m.Halt: self._halt,
+            m.Assign: self._assign,
+            m.Resume: self._resume,
+            m.Commit: self._commit,
+            m.Void: self._void,
+        }
+        if isinstance(message, m.Refused | m.Stop):
+            self.end()
+        elif type(message) in orders:
+            orders[type(message)](message)
+
+    def _start(self, message: m.Start) -> None:
+        self.membership, self.version = message.membership, message.membership.version
+        for rank, member in enumerate(message.membership.members):
+            if member.incarnation == self.incarnation:
+                self.workers[member.worker].rank = rank
+                self.workers[member.worker].start(self.version)
+
+    def _halt(self, message: m.Halt) -> None:
+        self.replicas.frozen = True
+        self._epoch += 1
+        self._pushing.clear()
+        for worker in self.workers:
+            if worker.rank is not None:
+                worker.halt(message.version)
+        self.say(m.ReplicaReport(message.version, self.replicas.generations()))
+
+    def _assign(self, message: m.Assign) -> None:
+        for worker, rank in zip(self.workers, message.ranks, strict=True):
+            worker.assign(rank, message.version)
+
+    def _resume(self, message: m.Resume) -> None:
+        self.membership, self.version = message.membership, message.membership.version
+        self._release_after = message.membership.held_by(self.incarnation)
+        missing = {w.rank for w in self.workers if w.rank is not None} & message.sources.keys()
+        left = {"count": len(missing)}
+        epoch = self._epoch
+
+        def fetched() -> None:
+            left["count"] -= 1
+            if left["count"] == 0 and self._epoch == epoch:
+                self._go_on(message)
+
+        if not missing:
+            self._go_on(message)
+        for worker in self.workers:
+            if worker.rank in missing:
+                self._fetch(worker, message, fetched)
+
+    def _go_on(self, plan: m.Resume) -> None:
+        for worker in self.workers:
+            if worker.rank is not None:
+                worker.resume(plan)
+        self.replicas.go_back(plan.generation)
+        self.replicas.frozen = False
+        for worker in self.workers:
+            if worker.rank is not None:
+                known = self._replicated.setdefault(worker.rank, set())
+                known.difference_update([entry for entry in known if entry[0] > plan.generation])
+                self._push(worker, plan.generation)
+
+    def _void(self, message: m.Void) -> None:
+        for worker in self.workers:
+            if worker.rank is not None:
+                worker.void = message.generation
+                if worker.replicated == message.generation:
+                    worker.push_epoch += 1
+                    self._pushing.discard(worker.index)
+                worker.words_changed()
+
+    def _commit(self, message: m.Commit) -> None:
+        for worker in self.workers:
+            if worker.rank is not None:
+                worker.committed = message.generation
+                worker.words_changed()
+        if self._release_after is not None and not self.replicas.frozen:
+            self.replicas.drop(self._release_after)
+            self._release_after = None
+
+    # ---- H2H
+
+    def _fetch(self, worker: FakeWorker, plan: m.Resume, done: Callable[[], None]) -> None:
+        assert worker.rank is not None
+        rank, generation, clock = worker.rank, plan.generation, self.world.clock
+        sources = [self.world.agents[s.incarnation] for s in plan.sources[rank]]
+        epoch = self._epoch
+
+        def ask(source: FakeAgent) -> None:
+            try:
+                slots, slot = source.replicas.find(rank, generation)
+            except HotSwapError as missing:
+                self.world.checkers.on_missing(plan, source, rank, missing)
+                return
+            found = slots.snapshots[slot]
+            source.node.after(clock.about(self.world.h2h_s), lambda: self.node.after(clock.about(0.001), arrive, source, found))
+
+        def arrive(source: FakeAgent, found: Snapshot) -> None:
+            if self._epoch != epoch:
+                return
+            if found.rotten:
+                self.say(m.CopyDamaged(rank, generation, plan.membership.version, source.incarnation, "checksum"))
+                try_next()
+                return
+            same = [s for s, g in worker.held.items() if g == generation]
+            slot = same[0] if same else next_slot(worker.held, -1)
+            worker.held[slot] = generation
+            worker.own[slot] = Snapshot(found.content, plan.membership.version)
+            done()
+
+        def try_next() -> None:
+            if sources:
+                source = sources.pop(0)
+                source.node.after(clock.about(0.002), ask, source)
+
+        try_next()
+
+    def copies_changed(self) -> None:
+        """A copy is complete: send it to its holder."""
+        if self.replicas.frozen:
+            return
+        for worker in self.workers:
+            if worker.rank is not None and worker.copied > worker.replicated and worker.index not in self._pushing:
+                worker.replicated = worker.copied
+                self._push(worker, worker.copied)
+
+    def _push(self, worker: FakeWorker, generation: int) -> None:
+        assert worker.rank is not None and self.membership is not None
+        snapshot = worker.snapshot_of(generation)
+        if snapshot is None:
+            return
+        self._pushing.add(worker.index)
+        for holder in self.membership.holders_of(worker.rank):
+            if (generation, holder.incarnation) not in self._replicated.setdefault(worker.rank, set()):
+                Push(self, self.world.agents[holder.incarnation], worker, generation, snapshot).begin()
+        self._replicated_further(worker, generation)
+
+    def accepts(self, version: int) -> bool:
+        """Whether a transfer that was begun under this membership may change what is held here."""
+        return version == self.version
+
+    def replica_snapshots(self, rank: int) -> dict[int, Snapshot]:
+        """Slot -> what is there for a rank, complete."""
+        slots = self.replicas._slots.get(rank)
+        return {} if slots is None else {i: s for i, s in enumerate(slots.snapshots) if s is not None}
+
+    def holds(self, header: Header) -> bool:
+        """Whether this very snapshot is here, whole: then its sender only did not hear so."""
+        return header.generation in self.replicas.generations().get(header.rank, ())
+
+    def epoch_of(self, worker: FakeWorker) -> tuple[int, int]:
+        """A transfer that began in another epoch is to be given up."""
+        return self._epoch, worker.push_epoch
+
+    def pushed(self, worker: FakeWorker, generation: int, holder: FakeAgent) -> None:
+        """The holder has said OKAY."""
+        assert worker.rank is not None
+        self._replicated.setdefault(worker.rank, set()).add((generation, holder.incarnation))
+        self._replicated_further(worker, generation)
+
+    def _replicated_further(self, worker: FakeWorker, generation: int) -> None:
+        """Once every holder has it, it is acknowledged."""
+        assert worker.rank is not None and self.membership is not None
+        if all((generation, h.incarnation) in self._replicated[worker.rank] for h in self.membership.holders_of(worker.rank)):
+            self._pushing.discard(worker.index)
+            self._acknowledge(worker, generation)
+            self.copies_changed()
+
+    def _acknowledge(self, worker: FakeWorker, generation: int) -> None:
+        assert worker.rank is not None
+        self.world.checkers.on_acknowledged(self, worker.rank, generation)
+        worker.acknowledged = generation
+        self.say(m.Acknowledged(worker.rank, generation, self.version))
+        worker.words_changed()
