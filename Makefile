@@ -1,7 +1,8 @@
 # make demo    sets everything up, then shows that a job survives the loss of a node
 # make test    sets everything up, then runs every test
+# make bench   sets everything up, then runs every benchmark (bench-NAME: those of one suite)
 #
-# Both work from a fresh clone with Python 3.12 or 3.13 (PYTHON=... names one), pip and a C++ compiler, as root or not.
+# All work from a fresh clone with Python 3.12 or 3.13 (PYTHON=... names one), pip and a C++ compiler, as root or not.
 
 SHELL := /bin/sh
 VENV := .venv
@@ -14,7 +15,7 @@ PYTEST_ARGS ?=
 PURE := -p megatron.hotswap.control -p megatron.hotswap.sizing -m megatron.hotswap.recovery.plan \
 	-m megatron.hotswap.replication.placement -m megatron.hotswap.snapshot.layout -m megatron.hotswap.topology.grid
 
-.PHONY: demo test test-all setup lint types clean
+.PHONY: demo test test-all bench setup lint types clean
 
 demo: $(READY)
 	$(PY) tools/demo.py
@@ -25,6 +26,13 @@ test: $(READY)
 # The whole matrix of faults, phases and grids, however long it takes, after lint and types.
 test-all: lint types
 	DEADPOOL_FULL_MATRIX=1 $(PY) -m pytest $(PYTEST_ARGS) tests
+
+# Every figure beside its threshold; fails where one falls short. benchmarks/results/ keeps them.
+bench: $(READY)
+	$(PY) benchmarks/run.py all
+
+bench-%: $(READY)
+	$(PY) benchmarks/run.py $*
 
 setup: $(READY)
 

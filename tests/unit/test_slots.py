@@ -1,5 +1,6 @@
 """snapshot/slots.py: memory that agent and worker share, and what may be read from it (guarantee 6)."""
 
+import gc
 import os
 import resource
 
@@ -7,7 +8,7 @@ import pytest
 
 from megatron.hotswap.errors import SnapshotMismatch, UsageError
 from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
-from megatron.hotswap.snapshot.slots import ControlBlock, Slots, Word, require_room
+from megatron.hotswap.snapshot.slots import ControlBlock, Slots, Word, require_room, require_room_for_job
 
 METADATA, PAYLOAD = b"iteration 7", bytes(range(256)) * 8
 SLOT_BYTES = HEADER_BYTES + 4096 + len(PAYLOAD)
@@ -82,6 +83,7 @@ def test_another_process_maps_the_same_bytes(slots):
 
 def test_slots_leave_no_descriptor_behind():
     """Guarantee 8: made and closed again and again, no open file stays."""
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         Slots.create(SLOT_BYTES, 2).close()
@@ -90,10 +92,11 @@ def test_slots_leave_no_descriptor_behind():
 
 def test_slots_that_the_system_refuses_leave_no_descriptor():
     """The refusal is provoked by a limit on file sizes: asking for too much memory would have the kernel kill somebody."""
+    gc.collect()  # what other tests have left to it is not counted
     before, limits = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_BYTES, limits[1]))
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(UsageError, match=f"the system refuses {2 * SLOT_BYTES} bytes of shared memory for 2 snapshot slots"):
             Slots.create(SLOT_BYTES, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -129,3 +132,18 @@ def test_no_room_in_the_machine_is_said_so():
 def test_enough_room_is_no_error():
     require_room(1 << 20, 1 << 20, "node7")
     require_room(1 << 20, None, "node7")
+
+
+def test_a_job_is_refused_at_start_by_the_replicas_that_it_will_hold():
+    """A node may hold more replicas than it has ranks: 2 ranks and 4 replicas are 12 slots."""
+    require_room_for_job(1000, ranks=2, replicas=4, limit_bytes=12_000, node="node7")
+    with pytest.raises(UsageError, match=r"2 slots of 1000 bytes for each of 2 rank\(s\), and 2 for each of 4 replica\(s\).*: 1 bytes"):
+        require_room_for_job(1000, ranks=2, replicas=4, limit_bytes=11_999, node="node7")
+
+
+@pytest.mark.parametrize(("metadata", "payload"), [(SLOT_BYTES, 0), (0, SLOT_BYTES), (2**63, 2**63)])
+def test_lengths_that_no_slot_has_are_refused_before_they_are_read(slots, metadata, payload):
+    """A whole header of a larger slot: reading as much as it says would run past the mapping."""
+    slots.write_header(0, Header("run-1", 3, 7, bytes(32), metadata, payload, 0))
+    with pytest.raises(SnapshotMismatch, match=f"a slot of {SLOT_BYTES} bytes cannot hold"):
+        slots.verify(0)

@@ -25,7 +25,7 @@ from ..errors import Fenced, HotSwapError, UsageError
 from ..replication.tcp import TcpTransport
 from ..replication.transfer import ReplicaStore, Transport
 from ..snapshot.layout import HEADER_BYTES, Header
-from ..snapshot.slots import OWN_SLOTS, REPLICA_SLOTS, Slots, Word, require_room
+from ..snapshot.slots import OWN_SLOTS, Slots, Word, require_room, require_room_for_job
 from . import local
 from .domain import failure_domain
 from .inject import strike
@@ -383,17 +383,14 @@ class Agent:
             return
         try:
             # Every agent holds as many replicas as it has ranks, times R; a refusal must come before training starts.
-            replicas = 0 if self._shares_payload(worker) else self.config.replicas
-            require_room(
-                slot_bytes * (OWN_SLOTS + REPLICA_SLOTS * replicas) * len(self._workers),
-                self.config.host_memory_max_bytes,
-                self.place.node,
-            )
+            ranks, limit = len(self._workers), self.config.host_memory_max_bytes
+            replicas = 0 if self._shares_payload(worker) else ranks * self.config.replicas
+            require_room_for_job(slot_bytes, ranks, replicas, limit, self.place.node)
             self._require_room(slot_bytes * OWN_SLOTS)
+            slots = worker.make_slots(slot_bytes)
         except UsageError as refusal:
             self._tell(worker, local.NoSlots(str(refusal)))
             return
-        slots = worker.make_slots(slot_bytes)
         worker.layout_hash = wanted.layout_hash
         worker.metadata_room_bytes = wanted.metadata_room_bytes
         self._tell(worker, local.SlotsGiven(slot_bytes, OWN_SLOTS), (slots.fd,))

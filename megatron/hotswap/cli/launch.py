@@ -119,14 +119,14 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _slot_bytes(pid: int) -> int:
-    """Sizes of the slots (snapshot/slots.py names them) among a process's open files."""
-    total = 0
+    """Sizes of the slots (snapshot/slots.py names them) among a process's open files. Python's mmap keeps each open once more."""
+    sizes: dict[int, int] = {}  # by inode
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 if "deadpool-slots" in os.readlink(fd):
-                    total += fd.stat().st_size
-    return total
+                    sizes[fd.stat().st_ino] = fd.stat().st_size
+    return sum(sizes.values())
 
 
 async def run(

@@ -11,14 +11,24 @@ import statistics
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from ..agent.inject import last_strike
-from ..control.messages import StepRecord
+from ..control.messages import Acknowledged, StepRecord
 from ..control.state import Log
 
 #: A normal step's time is the median of this many last ones.
 _NORMAL_STEPS = 50
+#: The copy times in the summary are medians of this many last generations.
+_COPIES = 1000
+
+
+class _Copy(NamedTuple):
+    """Seconds that one generation took."""
+
+    d2h_s: float
+    h2h_s: float
+    total_s: float
 
 
 class Recorder:
@@ -31,6 +41,8 @@ class Recorder:
         self.recoveries: list[dict[str, Any]] = []
         self._waiting: dict[int, tuple[StepRecord, float]] = {}  # with the time of its arrival
         self._recent_s: deque[float] = deque(maxlen=_NORMAL_STEPS)
+        self._copying: dict[int, _Copy] = {}  # generations that are not committed yet
+        self._copies: deque[_Copy] = deque(maxlen=_COPIES)
         self._written = -1
         self._steps: TextIO = open(run_dir / "steps.jsonl", "w", buffering=1)  # noqa: SIM115 - closed by close()
         self._events: TextIO = open(run_dir / "events.jsonl", "w", buffering=1)  # noqa: SIM115
@@ -45,8 +57,15 @@ class Recorder:
             self._waiting[record.step] = (record, time.time())
             self.last_step = record
 
+    def copied(self, done: Acknowledged) -> None:
+        """A rank's snapshot is at its holder; of a generation the slowest rank counts."""
+        if done.d2h_s or done.h2h_s:
+            now = _Copy(done.d2h_s, done.h2h_s, done.d2h_s + done.h2h_s)
+            self._copying[done.generation] = _Copy(*map(max, now, self._copying.get(done.generation, now)))
+
     def committed(self, generation: int) -> None:
         """Steps up to this one cannot be lost any more."""
+        self._copies.extend(self._copying.pop(g) for g in sorted(g for g in self._copying if g <= generation))
         for step in sorted(s for s in self._waiting if s <= generation):
             self._write(*self._waiting.pop(step))
 
@@ -54,6 +73,8 @@ class Recorder:
         """Steps after this one will be run again."""
         for step in [s for s in self._waiting if s > generation]:
             del self._waiting[step]
+        for late in [g for g in self._copying if g > generation]:
+            del self._copying[late]
 
     def _write(self, r: StepRecord, arrived: float) -> None:
         line = {
@@ -119,7 +140,16 @@ class Recorder:
             "restart_baseline_s": None,
             "exposed_stall_fraction": self._stalled_s / self._seconds if self._seconds else None,
             "mean_step_s": self._seconds / self._count if self._count else None,
+            "copy": self._copy_times(),
         }
+
+    def _copy_times(self) -> dict[str, Any] | None:
+        """How long generations took to be copied and replicated: medians of their slowest ranks."""
+        if not self._copies:
+            return None
+        names = ("d2h_s", "h2h_s", "total_s")
+        medians = {name: round(statistics.median(values), 6) for name, values in zip(names, zip(*self._copies, strict=True), strict=True)}
+        return {**medians, "generations": len(self._copies)}
 
     def close(self, code: int, reason: str) -> None:
         """Write what still waits, and the summary."""

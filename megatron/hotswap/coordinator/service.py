@@ -117,6 +117,8 @@ class Coordinator:
                 if isinstance(message, m.StepDone) and message.record.version == self.control.version:
                     self.recorder.step(message.record)
                     self._arm_due(message.record.step)
+                elif isinstance(message, m.Acknowledged):
+                    self.recorder.copied(message)
                 self._apply(self.control.handle(incarnation, message, time.monotonic()))
         outbox.put_nowait(None)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import mmap
 import os
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import numpy as np
 import deadpool_ext
 
 from ..errors import SnapshotMismatch, UsageError
+from .host_memory import available_bytes
 from .layout import HEADER_BYTES, Header
 
 OWN_SLOTS = 2
@@ -104,7 +104,11 @@ class Slots:
 
     @classmethod
     def create(cls, slot_bytes: int, count: int) -> Slots:
-        """New slots, their pages present, so that no copy is slowed by a fault and memory that is not there shows now."""
+        """New slots, their pages present, so that no copy is slowed by a fault and memory that is not there shows now.
+
+        Raises:
+            UsageError: the system refuses that much memory.
+        """
         fd = os.memfd_create("deadpool-slots")
         try:
             if not _huge_pages_for_shared_memory():
@@ -115,12 +119,13 @@ class Slots:
             slots = cls(fd, slot_bytes, count)
             deadpool_ext.prefault(slots.address(0), slot_bytes * count)
             return slots
-        except OSError:
+        except (OSError, RuntimeError) as refused:  # RuntimeError: of prefault
             os.close(fd)
-            raise
-        except RuntimeError as refused:  # of prefault
-            os.close(fd)
-            raise OSError(errno.ENOMEM, str(refused)) from refused
+            raise UsageError(
+                f"the system refuses {slot_bytes * count} bytes of shared memory for {count} snapshot slots: {refused}; free host memory, "
+                "raise the limits of this process (ulimit -v, ulimit -f), put fewer ranks on a node, or use more data-parallel ranks, "
+                "which makes each shard smaller"
+            ) from refused
 
     def address(self, slot: int) -> int:
         """Where a slot begins."""
@@ -159,6 +164,11 @@ class Slots:
             SnapshotMismatch: it does not.
         """
         header = self.header(slot)
+        if HEADER_BYTES + header.metadata_bytes + header.payload_bytes > self.slot_bytes:  # it would be read past the slot's end
+            raise SnapshotMismatch(
+                f"rank {header.rank}, generation {header.generation}: a slot of {self.slot_bytes} bytes cannot hold a header and "
+                f"{header.metadata_bytes} + {header.payload_bytes} bytes; the slot is another one"
+            )
         found = self.checksum(slot, header.metadata_bytes, header.payload_bytes)
         if found != header.crc32c:
             raise SnapshotMismatch(
@@ -172,21 +182,43 @@ class Slots:
         os.close(self.fd)
 
 
-def require_room(wanted_bytes: int, limit_bytes: int | None, node: str) -> None:
+def require_room(wanted_bytes: int, limit_bytes: int | None, node: str, purpose: str = "snapshots") -> None:
     """Refuse slots that host memory has no room for, before a byte is taken.
 
+    Args:
+        wanted_bytes: that are to be taken now, or over the time of the job; `purpose` says in words what for.
+        limit_bytes: the user's limit, less what was taken of it already; None without one.
+        node: whose memory it is.
+
     Raises:
-        UsageError: says how many bytes are needed, where, and how many are missing.
+        UsageError: says how many bytes are needed, where, and how many are missing by which limit.
     """
-    available, source = _available_bytes(), "available host memory"
+    available, source = available_bytes()
     if limit_bytes is not None and limit_bytes < available:
         available, source = limit_bytes, "--hot-swap-host-memory-max-bytes"
     if wanted_bytes > available:
         raise UsageError(
-            f"node {node} needs {wanted_bytes} bytes of host memory for snapshots and has {available} ({source}): "
+            f"node {node} needs {wanted_bytes} bytes of host memory for {purpose} and has {available} ({source}): "
             f"{wanted_bytes - available} bytes are missing; put fewer ranks on a node, raise the limit, or use more "
             "data-parallel ranks, which makes each shard smaller"
         )
+
+
+def require_room_for_job(slot_bytes: int, ranks: int, replicas: int, limit_bytes: int | None, node: str) -> None:
+    """Refuse a job whose slots will not all fit, at its start: replicas come only when training has begun.
+
+    Args:
+        slot_bytes: of one slot.
+        ranks: on this node, each with OWN_SLOTS slots.
+        replicas: snapshots of other nodes' ranks that this node is to hold, each with REPLICA_SLOTS slots; that may be more than
+            `ranks` (replication/placement.py says how many).
+        limit_bytes, node: as for require_room.
+
+    Raises:
+        UsageError: as require_room.
+    """
+    purpose = f"{OWN_SLOTS} slots of {slot_bytes} bytes for each of {ranks} rank(s), and {REPLICA_SLOTS} for each of {replicas} replica(s)"
+    require_room(slot_bytes * (OWN_SLOTS * ranks + REPLICA_SLOTS * replicas), limit_bytes, node, purpose)
 
 
 def _huge_pages_for_shared_memory() -> bool:
@@ -195,14 +227,6 @@ def _huge_pages_for_shared_memory() -> bool:
         chosen = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
         return any(f"[{mode}]" in chosen for mode in ("always", "within_size", "advise", "force"))
     return False
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable line")
 
 
 def _address(mapped: mmap.mmap) -> int:
