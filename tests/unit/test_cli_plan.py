@@ -37,6 +37,16 @@ def test_json_has_every_rank_and_node() -> None:
     assert answer["hides"] is True and answer["speeds_measured_here"] == []
 
 
+def test_hot_swaps_own_flags_are_read_from_the_command() -> None:
+    words = "--nodes 4 --d2h-gb-per-s 20 --h2h-gb-per-s 1 --step-s 1 --nodes-per-switch 2"
+    flags = "--hot-swap-replicas 2 --hot-swap-interval 4 --hot-swap-failure-domain switch --hot-swap-when-late skip"
+    one, more = plan(words), plan(words, f"{MODEL} {flags}")
+    assert sum(more["node_host_memory_bytes"]) * 4 == sum(one["node_host_memory_bytes"]) * 6
+    assert (more["interval"], more["skip_when_late"], more["losses"]["switches_survived"]) == (4, True, 2)
+    assert more["losses"]["nodes"]["nodes"] == 2
+    assert plan(words, f"{MODEL} --hot-swap-host-memory-max-bytes 1000")["fits"] is False
+
+
 def test_the_step_can_be_estimated() -> None:
     answer = plan("--nodes 8 --tflops-per-gpu 100")
     assert answer["times_s"]["step_is_estimate"] is True
@@ -79,7 +89,8 @@ def test_the_table_says_that_nothing_was_measured() -> None:
         (f"-- {MODEL}", "--nodes is missing"),
         (f"--nodes 3 -- {MODEL} --tensor-model-parallel-size 2", "not a multiple of tensor"),
         (f"--nodes 3 -- {MODEL}", "--global-batch-size must be a multiple"),
-        (f"--nodes 1 -- {MODEL}", "2 nodes or more"),
+        (f"--nodes 1 -- {MODEL}", "at least two nodes"),
+        (f"--nodes 4 -- {MODEL} --hot-swap-failure-domain my-nodes.txt", "node and switch, got 'my-nodes.txt'"),
     ],
 )
 def test_mistakes_are_answered(words: str, said: str) -> None:

@@ -8,11 +8,10 @@ import pytest
 
 from megatron.hotswap.errors import UsageError
 from megatron.hotswap.sizing.advice import advise
-from megatron.hotswap.sizing.job import Cluster, Job, Speeds, holding_nodes, make_plan
+from megatron.hotswap.sizing.job import Cluster, Job, Speeds, make_plan
 from megatron.hotswap.sizing.model import ModelShape, Parameter, Split, chunk_layers, total_parameters
 from megatron.hotswap.sizing.paper import MODELS, paper_jobs
 from megatron.hotswap.sizing.shards import OptimizerKind, lay_out, pieces_of_shards
-from megatron.hotswap.topology.grid import Grid
 
 SHAPE = ModelShape(
     layers=8, hidden=1024, heads=16, query_groups=16, head_width=64, ffn=4096, vocabulary=51200, positions=1024
@@ -93,20 +92,37 @@ def test_ranks_of_a_node_share_its_link() -> None:
     assert packed.times.h2h == pytest.approx(4 * spread.times.h2h, rel=0.01)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_copies_are_on_as_many_nodes(replicas: int) -> None:
-    nodes = [r // 4 for r in range(32)]
-    for rank, held in enumerate(holding_nodes(Grid(32, 4, 2), nodes, replicas)):
-        assert len({nodes[rank], *held}) == replicas + 1
-
-
-def test_losses_are_counted() -> None:
+def test_losses_are_those_of_the_placement() -> None:
     """Two nodes keep each other's replicas: each can be lost, both together cannot."""
     losses = make_plan(replace(JOB, cluster=Cluster(2, 4, nodes_per_switch=1))).losses
-    assert (losses.pairs, losses.pairs_survived, losses.switches, losses.switches_survived) == (1, 0, 2, 2)
-    assert make_plan(replace(JOB, cluster=Cluster(4, 2, replicas=2))).losses.pairs_survived == 6
+    assert (losses.nodes.nodes, losses.nodes.fatal_sets, losses.nodes.sets) == (1, 1, 1)
+    assert (losses.switches, losses.switches_survived) == (2, 2)
+    assert make_plan(replace(JOB, cluster=Cluster(4, 2, replicas=2))).losses.nodes.nodes == 2
     behind_one = make_plan(replace(JOB, cluster=Cluster(4, 2, nodes_per_switch=4))).losses
     assert (behind_one.switches, behind_one.switches_survived) == (1, 0)
+
+
+def test_leaving_the_switch_is_proposed_with_what_it_brings() -> None:
+    plan = make_plan(replace(JOB, cluster=Cluster(4, 2, nodes_per_switch=2)))
+    assert advise(plan) == [
+        f"--hot-swap-failure-domain switch: 2 of 2 switches could be lost whole, instead of {plan.losses.switches_survived}"
+    ]
+    assert make_plan(replace(JOB, cluster=Cluster(4, 2, nodes_per_switch=2, leave_switch=True))).losses.switches_survived == 2
+
+
+def test_with_an_interval_only_the_copy_must_fit_into_one_step() -> None:
+    """D2H before the next optimizer step, for the rest there are as many steps as lie between two snapshots."""
+    times = make_plan(JOB).times
+    assert times.chain is not None and times.d2h is not None
+    step = times.chain / 4
+    job = replace(JOB, speeds=replace(JOB.speeds, step_s=step, forward_backward_s=step))
+    assert times.d2h < step, "the example needs a copy that fits into one step"
+    assert make_plan(job).times.exposed == pytest.approx(3 * step)
+    assert make_plan(replace(job, interval=2)).times.exposed == pytest.approx(2 * step / 2)
+    assert make_plan(replace(job, interval=5)).times.exposed == 0.0
+    skipped = make_plan(replace(job, skip_when_late=True)).times
+    assert skipped.exposed == 0.0 and skipped.taken_every in (4, 5)
+    assert any(line.startswith("--hot-swap-interval 5:") or line.startswith("--hot-swap-interval 4:") for line in advise(make_plan(job)))
 
 
 def test_every_proposal_would_help() -> None:
@@ -118,7 +134,8 @@ def test_every_proposal_would_help() -> None:
     assert any(line.startswith("2 times the data-parallel ranks (DP 8 to 16") for line in advice)
     grown = replace(tight, cluster=replace(tight.cluster, nodes=8), samples=128)
     assert make_plan(grown).hides
-    assert any(line.startswith("a snapshot every 2 steps") for line in advice)
+    assert any(line.startswith("--hot-swap-interval 2: a snapshot every 2 steps hides") for line in advice)
+    assert make_plan(replace(tight, interval=2)).hides
     faster = next(line for line in advice if line.startswith("H2H of each node at"))
     speed = float(faster.split(" at ")[1].split(" GB/s")[0]) * 1e9
     assert make_plan(replace(tight, speeds=replace(tight.speeds, h2h=1.01 * speed))).hides
@@ -134,11 +151,12 @@ def test_an_unsharded_optimizer_is_the_first_thing_to_change() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"cluster": Cluster(1, 8)}, "1 replicas need 2 nodes or more"),
+        ({"cluster": Cluster(1, 8)}, "at least two nodes"),
         ({"split": Split(tensor=3)}, "multiple of the tensor-parallel size"),
         ({"split": Split(pipeline=3)}, "cannot be dealt evenly"),
         ({"speeds": Speeds(step_s=1.0, forward_backward_s=2.0)}, "are a part of the step"),
         ({"speeds": Speeds(d2h=0.0)}, "d2h must be greater than 0"),
+        ({"cluster": Cluster(4, 2, leave_switch=True)}, "give --nodes-per-switch"),
         ({"split": Split(expert=2)}, "the model has no experts"),
     ],
 )

@@ -22,9 +22,6 @@ def plan(
     ] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes that train.")] = None,
     ranks_per_node: Annotated[int, typer.Option("--ranks-per-node", help="Ranks (GPUs) of each node.")] = 1,
-    replicas: Annotated[
-        int, typer.Option("--replicas", metavar="R", help="Copies on other nodes; this release keeps 1, more is for planning.")
-    ] = 1,
     nodes_per_switch: Annotated[
         int | None, typer.Option("--nodes-per-switch", help="Nodes behind one switch, which may fail as one.")
     ] = None,
@@ -67,7 +64,7 @@ def plan(
         return _show_measured(measured, console, as_json)
     if nodes is None:
         raise UsageError("--nodes is missing: the plan needs the number of nodes that train")
-    cluster = Cluster(nodes, ranks_per_node, replicas, _whole(_bytes(host_memory_gb)), nodes_per_switch, on_gpu=not on_cpu)
+    cluster = Cluster(nodes, ranks_per_node, 1, _whole(_bytes(host_memory_gb)), nodes_per_switch, on_gpu=not on_cpu)
     speeds = replace(given, **{k: v for k, v in measured.items() if getattr(given, k) is None})
     answer = make_plan(_job(command, vocabulary, cluster, speeds))
     if as_json:
@@ -119,7 +116,24 @@ def _job(command: list[str], vocabulary: int | None, cluster: Cluster, speeds: S
             f"pipeline x context parallel size = {model_ranks}; change one of them"
         )
     samples = samples_per_step(flags, cluster.world_size // model_ranks)
-    return Job(flags.shape, split, flags.optimizer, flags.sequence, samples, cluster, speeds)
+    swap = flags.hot_swap
+    cluster = replace(
+        cluster,
+        replicas=swap.replicas,
+        leave_switch=swap.failure_domain == "switch",
+        host_memory_bytes=cluster.host_memory_bytes or swap.host_memory_max_bytes,
+    )
+    return Job(
+        flags.shape,
+        split,
+        flags.optimizer,
+        flags.sequence,
+        samples,
+        cluster,
+        speeds,
+        interval=swap.interval,
+        skip_when_late=swap.when_late == "skip",
+    )
 
 
 def to_json(plan: Plan, measured: list[str]) -> dict[str, Any]:
@@ -135,11 +149,13 @@ def to_json(plan: Plan, measured: list[str]) -> dict[str, Any]:
             {**asdict(size), "rank": rank, "slot_bytes": slot}
             for rank, (size, slot) in enumerate(zip(plan.sizes, plan.slot_bytes, strict=True))
         ],
+        "interval": plan.job.interval,
+        "skip_when_late": plan.job.skip_when_late,
         "worst_rank": worst,
         "node_host_memory_bytes": plan.node_bytes,
         "node_sent_bytes_per_step": plan.sent_bytes,
         "node_received_bytes_per_step": plan.received_bytes,
-        "times_s": {**asdict(plan.times), "chain": plan.times.chain, "exposed": plan.times.exposed},
+        "times_s": {**asdict(plan.times), "chain": plan.times.chain, "exposed": plan.times.exposed, "taken_every": plan.times.taken_every},
         "hides": plan.hides,
         "fits": plan.fits,
         "losses": asdict(plan.losses),
@@ -190,7 +206,7 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
     if times.exposed is None:
         verdict = "not known; " + _needed(plan)
     elif times.exposed == 0.0:
-        verdict = f"yes: {times.chain:.4g} s of {times.window:.4g} s"
+        verdict = f"yes: {times.chain:.4g} s from the end of a step to the last acknowledgement"
     else:
         share = "" if times.step is None else f", {100 * (times.exposed or 0.0) / times.step:.3g} % of the step"
         verdict = f"no: each step waits {times.exposed:.4g} s{share}"
@@ -200,8 +216,17 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
         ("D2H", _seconds(times.d2h, "not known: give --d2h-gb-per-s, or --measure")),
         ("checksum, at each end", _seconds(times.checksum, "not counted: give --checksum-gb-per-s, or --measure")),
         ("H2H (slowest node)", _seconds(times.h2h, "not known: give --h2h-gb-per-s, or --measure")),
+        ("a snapshot", _frequency(plan)),
         ("hides behind the step", verdict),
     ]
+
+
+def _frequency(plan: Plan) -> str:
+    every, wanted = plan.times.taken_every, plan.job.interval
+    text = "after every step" if wanted == 1 else f"after every {wanted} steps"
+    if plan.job.skip_when_late:
+        text += ", skipped when late: " + ("not known how often" if every is None else f"so every {every} steps at most")
+    return text
 
 
 def _needed(plan: Plan) -> str:
@@ -214,14 +239,8 @@ def _needed(plan: Plan) -> str:
 
 
 def _loss_rows(plan: Plan) -> list[tuple[str, str]]:
-    losses, nodes = plan.losses, plan.job.cluster.nodes
-    any_of = "any one node" if losses.at_once == 1 else f"any {losses.at_once} nodes at once"
-    rows = [("survives the loss of", any_of)]
-    if losses.pairs > 0 and losses.at_once == 1 and nodes > 2:
-        share = 100 * losses.pairs_survived / losses.pairs
-        rows.append(("of two nodes at once", f"{losses.pairs_survived} of {losses.pairs} pairs ({share:.3g} %)"))
+    losses = plan.losses
+    rows = [("losses", losses.nodes.in_words())]
     if losses.switches is not None:
-        rows.append(("of all nodes of a switch", f"{losses.switches_survived} of {losses.switches} switches"))
-    if losses.at_once > 1:
-        rows.append(("", "this release keeps one replica: what goes beyond it is a plan"))
+        rows.append(("", f"{losses.switches_survived} of {losses.switches} switches could be lost with all their nodes"))
     return rows

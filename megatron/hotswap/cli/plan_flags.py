@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .. import config
 from ..errors import UsageError
 from ..sizing.model import ModelShape, Split
 from ..sizing.shards import OptimizerKind
@@ -113,6 +114,7 @@ class TrainingFlags:
     sequence: int
     global_batch: int | None  # samples a step; None: one micro-batch of each data-parallel rank
     micro_batch: int
+    hot_swap: config.HotSwapConfig
 
 
 def read_training_flags(argv: Sequence[str], vocabulary: int | None, step_tensor: bool) -> TrainingFlags:
@@ -136,7 +138,18 @@ def read_training_flags(argv: Sequence[str], vocabulary: int | None, step_tensor
     split = _split(args)
     shape = _shape(args, _padded_vocabulary(args, vocabulary))
     sequence = args.seq_length or args.max_position_embeddings
-    return TrainingFlags(shape, split, _optimizer(args, step_tensor), sequence, args.global_batch_size, args.micro_batch_size)
+    optimizer = _optimizer(args, step_tensor)
+    return TrainingFlags(shape, split, optimizer, sequence, args.global_batch_size, args.micro_batch_size, _hot_swap(argv))
+
+
+def _hot_swap(argv: Sequence[str]) -> config.HotSwapConfig:
+    swap = config.parse(argv)
+    if swap.failure_domain not in ("node", "switch"):
+        raise UsageError(
+            f"the plan knows --hot-swap-failure-domain node and switch, got {swap.failure_domain!r}; for a plan say switch, and "
+            "--nodes-per-switch before --"
+        )
+    return swap
 
 
 def _value(args: argparse.Namespace, flag: str) -> int | None:

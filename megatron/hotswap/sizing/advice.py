@@ -5,12 +5,12 @@ Every proposal is the same plan made again with one thing changed, so its number
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ..errors import UsageError
 from .job import Job, Plan, make_plan
 
+_INTERVAL_MAX = 64
 _GROWTH = (2, 4, 8, 16)  # times as many nodes, so as many data-parallel ranks
 GB = 1e9
 
@@ -75,20 +75,18 @@ def _more_data_parallel(plan: Plan) -> list[str]:
 
 
 def _rarer(plan: Plan) -> list[str]:
-    chain, window, step = plan.times.chain, plan.times.window, plan.times.step
-    if chain is None or window is None or step is None:
-        return []
-    interval = 1 + math.ceil((chain - window) / step)
-    return [
-        f"a snapshot every {interval} steps instead of each would hide, at the price of up to {interval} steps to run again after a loss "
-        "(this release takes one after every step)"
-    ]
+    for interval in range(plan.job.interval + 1, _INTERVAL_MAX + 1):
+        other = _again(replace(plan.job, interval=interval))
+        if other is not None and other.hides:
+            again = 2 * interval - 1
+            return [f"--hot-swap-interval {interval}: a snapshot every {interval} steps hides; a loss runs up to {again} steps again"]
+    return []
 
 
 def _faster(plan: Plan) -> list[str]:
     """What one speed would have to be, the others as they are."""
     times, speeds = plan.times, plan.job.speeds
-    if times.chain is None or times.window is None:
+    if times.chain is None or times.window is None or plan.job.interval > 1:
         return []
     advice = []
     for name, now, seconds in (("D2H of each rank", speeds.d2h, times.d2h), ("H2H of each node", speeds.h2h, times.h2h)):
@@ -124,11 +122,10 @@ def _switches(plan: Plan) -> list[str]:
         return []
     if losses.switches == 1:
         return ["all nodes are behind one switch, so its loss takes every copy: spread the nodes over two switches or more"]
-    advice = f"{losses.switches_survived} of {losses.switches} switches could be lost whole"
-    other = _again(replace(plan.job, cluster=replace(cluster, interleaved=True)))
-    if other is not None and (other.losses.switches_survived or 0) > (losses.switches_survived or 0):
-        advice += (
-            f"; {other.losses.switches_survived} of {losses.switches} with the nodes in another order, so that neighbours are behind "
-            f"different switches (node i behind switch i modulo {losses.switches})"
-        )
-    return [advice]
+    other = _again(replace(plan.job, cluster=replace(cluster, leave_switch=True)))
+    if other is None or cluster.leave_switch:
+        return []
+    return [
+        f"--hot-swap-failure-domain switch: {other.losses.switches_survived} of {losses.switches} switches could be lost whole, instead of "
+        f"{losses.switches_survived}"
+    ]

@@ -1,17 +1,19 @@
 """A whole job: bytes of every rank, node and link, their time against the step, and which losses it survives. Pure.
 
-What is compared with what follows the fence (docs/architecture.md): before the next optimizer step a snapshot must have been copied to
-the host, checksummed, sent to its holder, checksummed there and acknowledged, one after the other. So all of it must fit into one
-forward and backward pass; what does not is exposed stall.
+What is compared with what follows the fence (docs/architecture.md). Before the next optimizer step a snapshot must have been copied to
+the host. Before the optimizer step that ends in the next snapshot it must have been checksummed, sent to its holders, checksummed there
+and acknowledged too, one after the other. With a snapshot every step all of it must fit into one forward and backward pass; what does
+not is exposed stall.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..replication.placement import place
+from ..replication.placement import Survival, place, survival
 from ..snapshot.layout import HEADER_BYTES, plan_layout
 from ..topology.grid import Grid
 from .model import ModelShape, Split, flops_per_step, require_divisible, total_parameters
@@ -31,14 +33,14 @@ FORWARD_BACKWARD_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes that train. `replicas`: copies of each snapshot on other nodes."""
+    """Nodes that train. `replicas`: copies of each snapshot on other nodes, behind other switches too if `leave_switch`."""
 
     nodes: int
     ranks_per_node: int
     replicas: int = 1
     host_memory_bytes: int | None = None  # of a node, for slots
-    nodes_per_switch: int | None = None
-    interleaved: bool = False  # neighbouring nodes are behind different switches; else behind the same, as long as it has room
+    nodes_per_switch: int | None = None  # consecutive nodes
+    leave_switch: bool = False
     on_gpu: bool = True
 
     @property
@@ -69,11 +71,16 @@ class Job:
     samples: int  # a step
     cluster: Cluster
     speeds: Speeds
+    interval: int = 1  # steps from a snapshot to the next
+    skip_when_late: bool = False  # a snapshot that is due while the one before is under way is skipped, not waited for
 
 
 @dataclass(frozen=True)
 class Times:
     """Seconds of one step, of the slowest rank or link; None where a speed is not known."""
+
+    interval: int
+    skip_when_late: bool
 
     step: float | None
     step_is_estimate: bool
@@ -92,21 +99,36 @@ class Times:
 
     @property
     def exposed(self) -> float | None:
-        """What the fence would wait in each step."""
-        if self.chain is None or self.window is None:
+        """What a step waits at its fence, on average over an interval: for the copy at the first one, for the holders at the last."""
+        if self.chain is None or self.window is None or self.d2h is None:
             return None
-        return max(0.0, self.chain - self.window)
+        copy = max(0.0, self.d2h - self.window)
+        if self.interval == 1:
+            return copy if self.skip_when_late else max(0.0, self.chain - self.window)
+        if self.step is None:
+            return None
+        since = copy + self.window + (self.interval - 1) * self.step
+        holders = 0.0 if self.skip_when_late else max(0.0, self.chain - since)
+        return (copy + holders) / self.interval
+
+    @property
+    def taken_every(self) -> int | None:
+        """Steps from one snapshot to the next that is really taken; None where a time is not known."""
+        if not self.skip_when_late:
+            return self.interval
+        if self.chain is None or self.window is None or self.step is None:
+            return None
+        steps = 1 + max(0, math.ceil((self.chain - self.window) / self.step))
+        return self.interval * math.ceil(steps / self.interval)
 
 
 @dataclass(frozen=True)
 class Losses:
     """Which losses leave a copy of every snapshot."""
 
-    at_once: int  # any so many nodes
-    pairs: int  # of two nodes at once
-    pairs_survived: int
+    nodes: Survival
     switches: int | None
-    switches_survived: int | None
+    switches_survived: int | None  # of all nodes behind one
 
 
 @dataclass(frozen=True)
@@ -154,12 +176,14 @@ def make_plan(job: Job) -> Plan:
     sizes = _sizes(job, grid)
     slots = tuple(_slot_bytes(size, cluster.on_gpu) for size in sizes)
     nodes = [r // cluster.ranks_per_node for r in range(grid.world_size)]
-    holders = holding_nodes(grid, nodes, cluster.replicas)
+    domains = [f"switch{n // cluster.nodes_per_switch}" for n in nodes] if cluster.leave_switch and cluster.nodes_per_switch else None
+    names = [f"node{n}" for n in nodes]
+    holders = place(grid, names, cluster.replicas, domains)
     memory, sent, received = ([0] * cluster.nodes for _ in range(3))
     for rank, node in enumerate(nodes):
         memory[node] += SLOTS_EACH * slots[rank]
         frame = HEADER_BYTES + _metadata_bytes(sizes[rank], cluster.on_gpu) + sizes[rank].payload_bytes
-        for holder in holders[rank]:
+        for holder in (nodes[h] for h in holders[rank]):
             memory[holder] += SLOTS_EACH * slots[rank]
             sent[node] += frame
             received[holder] += frame
@@ -173,19 +197,16 @@ def make_plan(job: Job) -> Plan:
         sent_bytes=tuple(sent),
         received_bytes=tuple(received),
         times=_times(job, sizes, max(*sent, *received)),
-        losses=_losses(cluster, nodes, holders),
+        losses=_losses(cluster, nodes, holders, survival(holders, names, domains or names)),
     )
 
 
 def _check(cluster: Cluster, speeds: Speeds) -> None:
-    for name, count in (("nodes", cluster.nodes), ("ranks per node", cluster.ranks_per_node), ("replicas", cluster.replicas)):
+    for name, count in (("nodes", cluster.nodes), ("ranks per node", cluster.ranks_per_node)):
         if count < 1:
             raise UsageError(f"the number of {name} must be at least 1, got {count}")
-    if cluster.nodes <= cluster.replicas:
-        raise UsageError(
-            f"{cluster.replicas} replicas need {cluster.replicas + 1} nodes or more, since no two copies of a snapshot may be lost with "
-            f"one node, and there are {cluster.nodes}; plan more nodes"
-        )
+    if cluster.leave_switch and cluster.nodes_per_switch is None:
+        raise UsageError("replicas are to leave the switch, but how many nodes one has is not said; give --nodes-per-switch")
     if cluster.nodes_per_switch is not None and cluster.nodes_per_switch < 1:
         raise UsageError(f"the number of nodes per switch must be at least 1, got {cluster.nodes_per_switch}")
     for name in ("d2h", "h2h", "checksum", "step_s", "forward_backward_s", "flops_per_gpu"):
@@ -229,11 +250,6 @@ def _slot_bytes(size: SnapshotSize, on_gpu: bool) -> int:
     return HEADER_BYTES + room + size.payload_bytes
 
 
-def holding_nodes(grid: Grid, nodes: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
-    """For each rank the nodes that hold its replicas (replication/placement.py)."""
-    return [tuple(nodes[h] for h in held) for held in place(grid, [str(n) for n in nodes], replicas)]
-
-
 def _times(job: Job, sizes: Sequence[SnapshotSize], link_bytes: int) -> Times:
     speeds = job.speeds
     step, estimate = speeds.step_s, False
@@ -247,6 +263,8 @@ def _times(job: Job, sizes: Sequence[SnapshotSize], link_bytes: int) -> Times:
     copied = max(s.copied_bytes for s in sizes)
     checked = max(s.payload_bytes for s in sizes)
     return Times(
+        interval=job.interval,
+        skip_when_late=job.skip_when_late,
         step=step,
         step_is_estimate=estimate,
         window=window,
@@ -257,13 +275,9 @@ def _times(job: Job, sizes: Sequence[SnapshotSize], link_bytes: int) -> Times:
     )
 
 
-def _losses(cluster: Cluster, nodes: Sequence[int], holders: Sequence[tuple[int, ...]]) -> Losses:
-    copies = {frozenset((nodes[rank], *held)) for rank, held in enumerate(holders)}
-    pairs = cluster.nodes * (cluster.nodes - 1) // 2
-    survived = pairs - sum(len(c) == 2 for c in copies)
-    switches = kept = None
-    if cluster.nodes_per_switch is not None:
-        switches = -(-cluster.nodes // cluster.nodes_per_switch)
-        within = [{n % switches if cluster.interleaved else n // cluster.nodes_per_switch for n in c} for c in copies]
-        kept = switches - len({s.pop() for s in within if len(s) == 1})
-    return Losses(cluster.replicas, pairs, survived, switches, kept)
+def _losses(cluster: Cluster, nodes: Sequence[int], holders: Sequence[Sequence[int]], found: Survival) -> Losses:
+    if cluster.nodes_per_switch is None:
+        return Losses(found, None, None)
+    switches = -(-cluster.nodes // cluster.nodes_per_switch)
+    behind = [{nodes[r] // cluster.nodes_per_switch for r in (rank, *held)} for rank, held in enumerate(holders)]
+    return Losses(found, switches, switches - len({b.pop() for b in behind if len(b) == 1}))
