@@ -68,6 +68,22 @@ class _Bundle:
         for stream in [self.control, *self.streams]:
             await stream.close()
 
+    async def answer_or_break(self, answering: asyncio.Future[Answer]) -> None:
+        """Until the answer is there. Nothing comes on a stream that was sent on, unless it breaks.
+
+        Raises:
+            ConnectionResetError: it broke, perhaps before the holder knew which transfer it belongs to.
+        """
+        watches = [asyncio.ensure_future(stream.read(1)) for stream in self.streams]
+        try:
+            await asyncio.wait({answering, *watches}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                raise ConnectionResetError("a stream broke after the last byte was sent")
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
     async def join(self, offer: Offer, work: Callable[..., None], *arguments: Any) -> None:
         """Every stream enters the transfer and runs `work`; returns when all are through."""
         for stream in self.streams:
@@ -217,6 +233,7 @@ class TcpTransport(Transport):
             try:
                 await moving
                 await bundle.control.write((await outgoing.header()).pack())
+                await bundle.answer_or_break(answering)
             except OSError:  # the holder has cut the streams: it says why, if it still can
                 await asyncio.wait({answering}, timeout=_REASON_TIMEOUT_S)
                 if not answering.done():
