@@ -41,7 +41,7 @@ async def impostor(answer):
 
 
 def offer(header, slot_bytes, chunk_bytes=CHUNK_BYTES, streams=1):
-    return b"PUSH" + Offer(header, 0, slot_bytes, chunk_bytes, streams, False, bytes(16)).pack()
+    return b"PUSH" + Offer(header, 0, -1, slot_bytes, chunk_bytes, streams, False, bytes(16)).pack()
 
 
 @on_a_loop
@@ -216,6 +216,21 @@ async def test_closing_leaves_no_socket_and_no_task():
         await pair.fetch()
     await soon(lambda: len([f for f in os.listdir("/proc/self/fd") if _is_socket(f)]) <= before)
     assert len(asyncio.all_tasks()) == 1
+
+
+@on_a_loop
+async def test_connections_to_a_holder_that_is_gone_do_not_stay():
+    """Guarantee 8: after many swaps an owner has no sockets to the holders of before."""
+    async with Pair(TcpTransport) as pair:
+        await pair.push(snapshot())
+        for _ in range(3):
+            async with Pair(TcpTransport) as former:
+                await pair.push(snapshot(), former.address)
+        await soon(lambda: not all(b.control.peer_is_there() for a, idle in pair.owner._idle.items() if a != pair.address for b in idle))
+        await pair.push(snapshot(generation=8))
+        await soon(lambda: len(pair.owner._idle) <= 2)
+        await pair.push(snapshot(generation=9))
+        assert list(pair.owner._idle) == [pair.address]
 
 
 def _is_socket(fd):

@@ -35,3 +35,25 @@ def test_device_tensors_arrive_whole_and_after_the_work_before_them() -> None:
     for i, part in enumerate(host.split(1 << 20)):
         assert torch.equal(part, torch.full_like(part, 50.0 * (i + 1)))
     queue.close()
+
+
+def test_progress_grows_in_steps_and_what_it_says_is_there() -> None:
+    """The agent sends on behind the copy: every byte below the word must be final."""
+    device = torch.device("cuda", 0)
+    payload_bytes = 300 << 20
+    source = torch.full((payload_bytes,), 7, dtype=torch.uint8, device=device)
+    host = torch.zeros(payload_bytes, dtype=torch.uint8).pin_memory()
+    words = np.zeros(2, dtype=np.uint64)
+    one = [np.array([x], dtype=np.uint64) for x in (source.data_ptr(), host.data_ptr(), payload_bytes)]
+    queue = deadpool_ext.CopyQueue(0)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    queue.submit(*one, words.ctypes.data, 1, stream=stream, progress_address=words.ctypes.data + 8)
+    seen, steps, deadline = 0, 0, time.monotonic() + 30
+    while seen < payload_bytes and time.monotonic() < deadline:
+        now = deadpool_ext.load_u64(words.ctypes.data + 8)
+        if now > seen:
+            assert bool((host[seen:now] == 7).all())
+            seen, steps = now, steps + 1
+    assert seen == payload_bytes and steps >= 1
+    assert queue.wait(1, 30)
+    queue.close()

@@ -111,7 +111,7 @@ def test_huge_pages_are_asked_for_where_the_system_has_them(monkeypatch):
     made.close()
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(deadpool_ext, "prefault", _no_memory)
-    with pytest.raises(OSError, match="Shared memory is full"):
+    with pytest.raises(UsageError, match="Shared memory is full"):
         Slots.create(HEADER_BYTES + 8192, 2)
     assert len(os.listdir("/proc/self/fd")) == before
 

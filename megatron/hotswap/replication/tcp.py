@@ -76,7 +76,8 @@ class _Bundle:
         """
         watches = [asyncio.ensure_future(stream.read(1)) for stream in self.streams]
         try:
-            await asyncio.wait({answering, *watches}, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {answering, *watches}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 raise ConnectionResetError("a stream broke after the last byte was sent")
         finally:
@@ -161,8 +162,14 @@ class TcpTransport(Transport):
                 sock.setsockopt(socket.SOL_SOCKET, option, self._buffer_bytes)
 
     async def _bundle(self, address: str) -> _Bundle:
-        idle = self._idle.get(address)
-        return idle.pop() if idle else await self._connect(address)
+        for peer, idle in list(self._idle.items()):  # holders that were replaced: nobody pushes to them again
+            for bundle in [b for b in idle if not all(s.peer_is_there() for s in (b.control, *b.streams))]:
+                idle.remove(bundle)
+                await self._close(bundle)
+            if not idle:
+                self._idle.pop(peer, None)
+        ready = self._idle.get(address)
+        return ready.pop() if ready else await self._connect(address)
 
     async def _connect(self, address: str) -> _Bundle:
         opening = [asyncio.ensure_future(self._open(address)) for _ in range(self._streams + 1)]

@@ -184,7 +184,8 @@ class Server:
         """Until every chunk and the header behind them are here and right."""
         last = asyncio.ensure_future(control.read(HEADER_BYTES))
         try:
-            await asyncio.wait({transfer.result, last}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {transfer.result, last}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if last.done():
                 last.result()  # raises if the sender hung up
                 await self._unless_hung_up(control, transfer)
@@ -203,7 +204,8 @@ class Server:
         """Until the streams are through. The peer has nothing to say meanwhile, so whatever comes on control ends it."""
         hung_up = asyncio.ensure_future(control.read(1))
         try:
-            await asyncio.wait({transfer.result, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {transfer.result, hung_up}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not transfer.result.done():
                 raise PeerFault("the peer has gone, or talks out of turn")
         finally:

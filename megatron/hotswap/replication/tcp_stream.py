@@ -235,6 +235,16 @@ class Stream:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
+    def peer_is_there(self) -> bool:
+        """Whether an idle connection, on which nothing is due, is still good."""
+        try:
+            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False  # it has closed, or talks out of turn
+
     async def thread_ended(self) -> None:
         """Wait until no thread uses the socket or the slot that it was given."""
         if self._thread is not None:
