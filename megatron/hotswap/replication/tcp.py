@@ -60,6 +60,10 @@ class _Bundle:
         self.streams = streams
         self.stop = threading.Event()
 
+    def peer_is_there(self) -> bool:
+        """Whether all the idle connections are still good."""
+        return all(stream.peer_is_there() for stream in (self.control, *self.streams))
+
     async def close(self) -> None:
         """Returns when no thread uses the transfer's memory any more."""
         self.stop.set()
@@ -162,14 +166,17 @@ class TcpTransport(Transport):
                 sock.setsockopt(socket.SOL_SOCKET, option, self._buffer_bytes)
 
     async def _bundle(self, address: str) -> _Bundle:
-        for peer, idle in list(self._idle.items()):  # holders that were replaced: nobody pushes to them again
-            for bundle in [b for b in idle if not all(s.peer_is_there() for s in (b.control, *b.streams))]:
-                idle.remove(bundle)
-                await self._close(bundle)
-            if not idle:
-                self._idle.pop(peer, None)
+        idle = [(peer, bundle) for peer, bundles in self._idle.items() for bundle in bundles]
+        gone = [bundle for _, bundle in idle if not bundle.peer_is_there()]
+        self._idle = {}
+        for peer, bundle in idle:
+            if bundle not in gone:
+                self._idle.setdefault(peer, []).append(bundle)
         ready = self._idle.get(address)
-        return ready.pop() if ready else await self._connect(address)
+        chosen = ready.pop() if ready else None
+        for bundle in gone:  # to holders that were replaced: nobody pushes to them again
+            self._begin_close(bundle)
+        return chosen or await self._connect(address)
 
     async def _connect(self, address: str) -> _Bundle:
         opening = [asyncio.ensure_future(self._open(address)) for _ in range(self._streams + 1)]
@@ -202,10 +209,13 @@ class TcpTransport(Transport):
 
     async def _close(self, bundle: _Bundle) -> None:
         """To its end, even where the caller is cancelled again meanwhile."""
+        await asyncio.shield(self._begin_close(bundle))
+
+    def _begin_close(self, bundle: _Bundle) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(bundle.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-        await asyncio.shield(task)
+        return task
 
     # ---- transfers
 
