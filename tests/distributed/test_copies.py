@@ -25,7 +25,7 @@ def agent_of(node: str) -> psutil.Process:
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("DEADPOOL_NODE") == node:
                 return process
-    raise AssertionError(f"{node} has no agent")
+    raise LookupError(f"{node} has no agent")
 
 
 def copies_in(agent: psutil.Process, rank: int) -> dict[int, tuple[Path, int, int]]:
@@ -120,15 +120,14 @@ def test_without_a_distributed_optimizer_only_metadata_travel(tmp_path: Path) ->
 
     def look(coordinator: Coordinator) -> None:
         step, membership = coordinator.recorder.last_step, coordinator.control.membership
-        if not sent and step is not None and step.step == 2 and membership is not None:
-            holder = agent_of(membership.holders_of(1)[0].node)
-            sizes = [length for _, _, length in copies_in(holder, rank=1).values()]
-            if sizes:
-                sent.append(max(sizes))
+        if not sent and step is not None and membership is not None:
+            with contextlib.suppress(LookupError):  # it may just be lost
+                holder = agent_of(membership.holders_of(1)[0].node)
+                sent.extend(length for _, _, length in copies_in(holder, rank=1).values())
 
     run_job(case, tmp_path / "reference", command)
     summary = run_job(case, tmp_path / "disturbed", command, spares=1, faults=planned, show=look)
     assert summary["exit_code"] == 0 and len(summary["recoveries"]) == 2, summary["ended"]
     assert steps(tmp_path / "disturbed") == steps(tmp_path / "reference")
     assert "only metadata travel between nodes" in events(tmp_path / "disturbed", "replication")[0]["reason"]
-    assert sent and sent[0] < 200_000  # the payload has 1.6 MB
+    assert sent and max(sent) < 200_000  # the payload has 1.6 MB
