@@ -80,7 +80,7 @@ class Bench:
     def begin(self, generation: int) -> float:
         """Seconds of SnapshotEngine.begin, as the training thread makes it: addresses, metadata, submit."""
         began = time.perf_counter()
-        self.engine.begin(generation, self.tensors, METADATA)
+        self.engine.begin(generation, self.tensors, METADATA, keep=generation - 1)
         took = time.perf_counter() - began
         self.engine.complete()
         return took
