@@ -30,16 +30,17 @@ def launch_or_train(script: str, train: Callable[[], None]) -> int:
     if "--hot-swap" in sys.argv[1:] and not environment.in_training():
         return run_as_agent(script, sys.argv[1:])
     if not environment.in_training():
-        prepare_cpu()
+        prepare_device()
     train()
     return 0
 
 
-def prepare_cpu() -> None:
-    """Plain training where there is no GPU: the device layer, and the flags it needs, shown."""
-    from .device import cpu
+def prepare_device() -> None:
+    """Plain training where there is no GPU: the device layer, and the flags it needs, shown. On a GPU what the wheel lacks."""
+    from .device import cpu, wheel
 
     if not cpu.needed():
+        wheel.use_built_dataset_helpers()
         return
     cpu.install()
     added = cpu.default_flags(sys.argv[1:])
@@ -57,7 +58,7 @@ def main() -> int:
     if "--hot-swap" in argv:
         return run_as_agent(script, argv)
     sys.argv = [script, *argv]
-    prepare_cpu()
+    prepare_device()
     runpy.run_path(script, run_name="__main__")
     return 0
 

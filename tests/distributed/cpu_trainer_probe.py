@@ -65,6 +65,6 @@ if __name__ == "__main__":
     training.train = digesting(training.train)
     pretrain_gpt.main()
     # The device layer is what runs here without a GPU, and it can refuse; nothing else of hot-swap may have been touched.
-    device = ("megatron.hotswap", "megatron.hotswap.device", "megatron.hotswap.device.cpu", "megatron.hotswap.errors")
-    ours = sorted(m for m in sys.modules if m.startswith("megatron.hotswap") and m not in device)
+    device = ("", ".device", ".device.cpu", ".device.wheel", ".errors")
+    ours = sorted(m for m in sys.modules if m.startswith("megatron.hotswap") and m.removeprefix("megatron.hotswap") not in device)
     print(f"\nOURS {','.join(ours) or 'none'}", flush=True)

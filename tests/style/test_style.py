@@ -31,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "snapshot/layout": {"errors"},
     "replication/placement": {"errors", "topology/grid"},
     "recovery/plan": {"errors"},
+    "sizing": {"errors", "replication/placement", "snapshot/layout", "topology/grid"},
     "control": {"errors", "recovery/plan", "replication/placement", "topology/grid"},
     "snapshot/host_memory": set(),
     "snapshot/slots": {"errors", "snapshot/layout", "snapshot/host_memory"},
@@ -59,15 +60,16 @@ LAYERS: dict[str, set[str]] = {
     "recovery": set(),
     "snapshot": set(),
     "topology": set(),
-    "cli": {"config", "control", "device", "coordinator", "environment", "errors", "topology/grid", "agent/inject"},
+    "cli": {"config", "control", "device", "coordinator", "environment", "errors", "topology/grid", "agent/inject", "sizing"},
     "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "worker"},
 }
-PURE = ("control", "recovery/plan", "replication/placement", "snapshot/layout", "topology/grid")
+PURE = ("control", "recovery/plan", "replication/placement", "sizing", "snapshot/layout", "topology/grid")
 IMPURE_MODULES = {"torch", "socket", "threading", "time", "random", "asyncio", "os", "subprocess", "multiprocessing", "datetime", "secrets"}
 MYPY_STRICT = [
     "megatron/hotswap/control",
     "megatron/hotswap/recovery/plan.py",
     "megatron/hotswap/replication/placement.py",
+    "megatron/hotswap/sizing",
     "megatron/hotswap/snapshot/layout.py",
     "megatron/hotswap/topology/grid.py",
 ]

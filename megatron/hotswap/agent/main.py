@@ -63,6 +63,7 @@ class Agent:
         self._transport: Transport = TcpTransport(place.token, self._interface)
         self._replicator = Replicator(place.run_id, self._replicas, self._transport, self._say, self._guard, self._before_push)
         self._replicas.own = lambda rank, generation: own_slot_of(self._workers, rank, generation)
+        self._voiding: set[asyncio.Task[None]] = set()
         self._membership: m.Membership | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._armed: list[m.Injection] = []
@@ -257,6 +258,7 @@ class Agent:
 
     async def _go_on(self, plan: m.Resume) -> None:
         """Fetch what is missing, tell the workers the plan, then restore redundancy behind their back."""
+        await self._replicator.settled()
         mine = [w for w in self._workers if w.rank is not None]
         await asyncio.gather(*(self._prepare(w, plan) for w in mine))
         self._replicas.go_back(plan.generation)
@@ -305,11 +307,16 @@ class Agent:
             self._release_after = None
 
     def _void(self, message: m.Void) -> None:
-        """A generation that some rank has skipped: its slots are free."""
+        task = asyncio.get_running_loop().create_task(self._guard(self._free_void(message.generation)))
+        self._voiding.add(task)
+        task.add_done_callback(self._voiding.discard)
+
+    async def _free_void(self, generation: int) -> None:
+        """A generation that some rank has skipped: once nothing sends it any more, its slots are free."""
+        await self._replicator.void(generation)
         for worker in self._workers:
-            if worker.rank is not None:
-                worker.control.set(Word.VOID, message.generation + 1)
-        self._replicator.void(message.generation)
+            if worker.rank is not None and not self._replicas.frozen:
+                worker.control.set(Word.VOID, generation + 1)
 
     def _send_whole(self, message: m.SendWhole) -> None:
         self._replicator.whole = True

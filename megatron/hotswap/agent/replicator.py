@@ -47,6 +47,7 @@ class Replicator:
         self._guard = guard
         self._before_push = before_push
         self._pushes: dict[int, tuple[int, asyncio.Task[None]]] = {}  # worker -> (generation, its push)
+        self._stopping: set[asyncio.Task[None]] = set()
         self._seals: set[asyncio.Task[None]] = set()
         self._replicated: dict[int, set[tuple[int, str]]] = {}  # rank -> (generation, incarnation of a holder that has it)
         self.whole = False  # send payloads even to holders that should have them: they were seen to differ
@@ -66,14 +67,25 @@ class Replicator:
     def halt(self) -> None:
         """Nothing is sent any more. Snapshots that are complete get their headers all the same: they may be restored from."""
         for _, task in self._pushes.values():
-            task.cancel()
+            self._stop(task)
         self._pushes.clear()
 
-    def void(self, generation: int) -> None:
-        """A generation that will never be committed need not travel, and its slot may be written soon."""
+    async def void(self, generation: int) -> None:
+        """A generation that will never be committed need not travel. Returns when nothing reads its slot any more."""
         for going, task in self._pushes.values():
             if going == generation:
-                task.cancel()
+                self._stop(task)
+        await self.settled()
+
+    async def settled(self) -> None:
+        """Until the pushes that were stopped have let go of their slots, which may be written from then on."""
+        if self._stopping:
+            await asyncio.wait(set(self._stopping))
+
+    def _stop(self, task: asyncio.Task[None]) -> None:
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+        task.cancel()
 
     def close(self) -> None:
         """Stop everything."""

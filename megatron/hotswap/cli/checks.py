@@ -46,14 +46,16 @@ _MODEL_SIZES = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class PlainParser(argparse.ArgumentParser):
+    """Answers a mistake with an error that the command shows, not with a usage page."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"the training command cannot be read: {message}; correct it")
 
 
 def megatron_flags(argv: Sequence[str]) -> argparse.Namespace:
     """Those of Megatron's flags that can be checked without it."""
-    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser = PlainParser(allow_abbrev=False, add_help=False)
     for name in _PARALLEL_SIZES:
         parser.add_argument(f"--{name}", type=int, default=1)
     for name in _SIZES:

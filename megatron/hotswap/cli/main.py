@@ -1,4 +1,4 @@
-"""The `deadpool` command: run, inject, status, verify."""
+"""The `deadpool` command: run, plan, inject, status, verify."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ..errors import HotSwapError, UsageError
 from .launch import Launch
+from .plan import plan
 
 DEFAULT_RUN_DIR = Path("runs/latest")
 _WATCH_INTERVAL_S = 1.0
@@ -61,6 +62,9 @@ def run(
     launch = Launch(nodes, ranks_per_node, spares, command[0], command[1:], run_dir, port=port)
     launch.return_lost_nodes_after_s = return_lost_nodes_after_s
     raise typer.Exit(run_job(launch, RunOptions(inject or [], verbose, picture), Console()))
+
+
+app.command(context_settings={"allow_interspersed_args": False})(plan)
 
 
 @app.command()

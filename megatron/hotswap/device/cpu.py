@@ -18,13 +18,13 @@ import contextlib
 import copy
 import functools
 import glob
-import importlib.util
 import logging
 import os
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+from megatron.hotswap.device.wheel import use_built_dataset_helpers
 from megatron.hotswap.errors import UsageError
 
 CPU_ENVIRONMENT = {
@@ -251,7 +251,7 @@ def install() -> None:
     _keep_adam_steps_apart(torch)
     _copy_what_async_save_writes()
     _skip_warm_up()
-    _use_built_dataset_helpers(torch)
+    use_built_dataset_helpers()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -605,12 +605,3 @@ def _skip_warm_up() -> None:
     from megatron.training import initialize
 
     initialize._warmup_jit_function = _nothing
-
-
-def _use_built_dataset_helpers(torch: Any) -> None:
-    """initialize_megatron runs make for the dataset helpers. The wheel has them compiled and has no Makefile."""
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-        return
-    from megatron.training import initialize
-
-    initialize._compile_dependencies = torch.distributed.barrier  # the one thing it does for the other ranks

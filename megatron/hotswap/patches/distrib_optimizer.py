@@ -117,7 +117,7 @@ def shard_tensors(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
                     continue
                 yield f"optimizer{o}.group{g}.{i}.main", p.detach()
                 state = inner.state.get(p, {})
-                for key in sorted(k for k, v in state.items() if isinstance(v, torch.Tensor)):
+                for key in sorted(k for k, v in state.items() if _beside(v, p)):
                     yield f"optimizer{o}.group{g}.{i}.{key}", state[key]
 
 
@@ -129,7 +129,9 @@ def scalars(optimizer: Any) -> list[dict[str, Any]]:
         states = []
         for group in inner.param_groups:
             for p in group["params"]:
-                states.append({k: v for k, v in inner.state.get(p, {}).items() if _plain(v)})
+                state = inner.state.get(p, {})
+                apart = {k: v.item() for k, v in state.items() if isinstance(v, torch.Tensor) and not _beside(v, p)}
+                states.append({**{k: v for k, v in state.items() if _plain(v)}, **apart})
         scaler = getattr(part, "grad_scaler", None)
         result.append(
             {
@@ -149,8 +151,12 @@ def load_scalars(optimizer: Any, saved: list[dict[str, Any]]) -> None:
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
         params = [p for group in inner.param_groups for p in group["params"]]
         for p, values in zip(params, kept["states"], strict=True):
-            if values:
-                inner.state[p].update(values)
+            state = inner.state[p] if values else {}
+            for key, value in values.items():
+                if isinstance(state.get(key), torch.Tensor):
+                    state[key].fill_(value)
+                else:
+                    state[key] = value
         if kept["scaler"] is not None:
             part.grad_scaler.load_state_dict(
                 {
@@ -164,6 +170,12 @@ def _scaler_state(scaler: Any) -> dict[str, Any] | None:
     if scaler is None:
         return None
     return {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in scaler.state_dict().items()} or None
+
+
+def _beside(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a state is a tensor on its parameter's device. torch's own Adam keeps its step count, a number, on the host: copies
+    from a device go by its address there, so the number travels with the scalars."""
+    return isinstance(value, torch.Tensor) and value.device == parameter.device
 
 
 def _plain(value: Any) -> bool:

@@ -64,6 +64,11 @@ class Position:
 _ENCODER = msgspec.msgpack.Encoder()
 
 
+def encode_metadata(metadata: dict[str, Any]) -> bytes:
+    """A generation's metadata as it lies in a slot."""
+    return _ENCODER.encode(metadata)
+
+
 class Snapshots:
     """Takes and restores this rank's snapshots."""
 
@@ -75,7 +80,7 @@ class Snapshots:
     def attach(self, generation: int) -> None:
         """The model is built: get slots of its size from the agent. Ends the process in words if there is no room."""
         tensors = self._trainer.tensors()
-        layout = layout_of(tensors, len(_ENCODER.encode(self._trainer.metadata(generation))))
+        layout = layout_of(tensors, len(encode_metadata(self._trainer.metadata(generation))))
         answer, fds = self._session.await_slots(
             local.NeedSlots(layout.hash, layout.metadata_room_bytes, layout.payload_bytes, self._trainer.payload_peers())
         )
@@ -101,7 +106,7 @@ class Snapshots:
     def take(self, generation: int, keep: int) -> None:
         """Begin the copy of the live state. `keep`: the newest generation known to be committed."""
         assert self.engine is not None
-        metadata = _ENCODER.encode(self._trainer.metadata(generation))
+        metadata = encode_metadata(self._trainer.metadata(generation))
         slot = self.engine.begin(generation, self._trainer.tensors(), metadata, keep)
         self._session.say(local.Copying(generation, slot, keep))
 

@@ -26,6 +26,7 @@ class Groups:
     def __init__(self, collective_timeout: timedelta) -> None:
         self.fake = False  # build groups that never communicate (a spare's first start)
         self._timeout = collective_timeout
+        self._world: dist.ProcessGroup | None = None  # an abort of NCCL's groups makes torch forget it; references do not
         self._created: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
         self._held: list[tuple[dist.ProcessGroup | None, tuple[int, ...]]] | None = (
             None  # what references point to, if not _created
@@ -49,6 +50,7 @@ class Groups:
         elif (backend or dist.get_backend()) == "gloo":
             timeout = self._timeout
         group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=pg_options, group_desc=description)
+        self._world = dist.group.WORLD
         members = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
         if dist.get_rank() in members:
             self._created.append((group, members))
@@ -65,7 +67,8 @@ class Groups:
             How many references were replaced.
         """
         if self._held is None:
-            self._held = [(dist.group.WORLD, ()), *self._created]
+            assert self._world is not None, "no group was created yet"
+            self._held = [(self._world, ()), *self._created]
         _require_known([group for group, _ in (*self._held, *self._created)])
         self._created = []
         _forget_world()

@@ -16,7 +16,7 @@ import traceback
 
 from .. import config, environment
 from ..control import messages as m
-from ..device import cpu
+from ..device import cpu, wheel
 from ..errors import UsageError
 
 _PR_SET_PDEATHSIG = 1
@@ -34,6 +34,8 @@ def main() -> None:
     if on_cpu:
         cpu.install()
         argv = [*argv, *cpu.default_flags(argv)]
+    else:
+        wheel.use_built_dataset_helpers()
     from ..patches.install import HotSwap, warm
     from .abort import guard_waits
 
