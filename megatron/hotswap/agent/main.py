@@ -32,8 +32,6 @@ from .inject import strike
 from .replicator import Replicator, free_slot, own_slot_of
 from .worker_process import WorkerProcess
 
-#: How often the flag of a copy in progress is looked at. A snapshot waits at most this long before it is sent on.
-_COPY_POLL_S = 0.001
 #: How often workers are looked at. The end of one is known at once, by its link; this finds one that is stopped.
 _LIFE_CHECK_INTERVAL_S = 0.25
 _END_CHECK_S = 0.005

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import deadpool_ext
 
@@ -19,13 +19,23 @@ from ..replication.outgoing import Outgoing
 from ..replication.transfer import ReplicaStore, Transport
 from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import OWN_SLOTS, Slots, Word, next_slot
+from . import own_snapshot
 from .worker_process import WorkerProcess
 
 _PUSH_RETRY_S = 0.05
 _PUSH_FAILURES_SAID = 20  # a second of failing is worth a line; a holder that is a moment late to resume is not
 _ENVELOPE_ROOM_BYTES = 64 << 10  # beyond the metadata: header, peers, growth of counters
 
+#: How often it is looked whether a copy is complete, to time it.
+_COPY_POLL_S = 0.001
+
 Guard = Callable[[Awaitable[None]], Coroutine[Any, Any, None]]
+
+
+class _Push(NamedTuple):
+    worker: WorkerProcess
+    outgoing: Outgoing
+    task: asyncio.Task[None]
 
 
 class Replicator:
@@ -46,8 +56,8 @@ class Replicator:
         self._say = say
         self._guard = guard
         self._before_push = before_push
-        self._pushes: dict[int, tuple[int, asyncio.Task[None]]] = {}  # worker -> (generation, its push)
-        self._stopping: set[asyncio.Task[None]] = set()
+        self._pushes: dict[int, _Push] = {}  # by worker
+        self._stopping: set[asyncio.Task[None]] = set()  # pushes that may still read their slots
         self._seals: set[asyncio.Task[None]] = set()
         self._replicated: dict[int, set[tuple[int, str]]] = {}  # rank -> (generation, incarnation of a holder that has it)
         self.whole = False  # send payloads even to holders that should have them: they were seen to differ
@@ -56,25 +66,29 @@ class Replicator:
 
     def begin(self, worker: WorkerProcess, membership: m.Membership, generation: int, keep: int) -> None:
         """Send the worker's generation to its holders; `keep` is what they must not overwrite."""
-        task = asyncio.get_running_loop().create_task(self._guard(self._replicate(worker, membership, generation, keep)))
-        self._pushes[worker.index] = generation, task
+        outgoing = own_snapshot.on_its_way(worker, self._run_id, generation, membership.version, keep)
+        task = asyncio.get_running_loop().create_task(self._guard(self._replicate(worker, membership, outgoing)))
+        self._pushes[worker.index] = _Push(worker, outgoing, task)
         task.add_done_callback(lambda done: self._forget(worker.index, done))
 
     def _forget(self, index: int, done: asyncio.Task[None]) -> None:
-        if index in self._pushes and self._pushes[index][1] is done:
+        if index in self._pushes and self._pushes[index].task is done:
             del self._pushes[index]
 
     def halt(self) -> None:
         """Nothing is sent any more. Snapshots that are complete get their headers all the same: they may be restored from."""
-        for _, task in self._pushes.values():
-            self._stop(task)
+        for push in self._pushes.values():
+            self._stop(push.task)
+            seal = asyncio.get_running_loop().create_task(self._guard(own_snapshot.seal(push.worker, push.outgoing)))
+            self._seals.add(seal)
+            seal.add_done_callback(self._seals.discard)
         self._pushes.clear()
 
     async def void(self, generation: int) -> None:
         """A generation that will never be committed need not travel. Returns when nothing reads its slot any more."""
-        for going, task in self._pushes.values():
-            if going == generation:
-                self._stop(task)
+        for push in self._pushes.values():
+            if push.outgoing.generation == generation:
+                self._stop(push.task)
         await self.settled()
 
     async def settled(self) -> None:
@@ -89,8 +103,7 @@ class Replicator:
 
     def close(self) -> None:
         """Stop everything."""
-        self.halt()
-        for task in self._seals:
+        for task in [*(push.task for push in self._pushes.values()), *self._seals]:
             task.cancel()
 
     def go_back(self, rank: int, generation: int) -> None:
@@ -98,74 +111,29 @@ class Replicator:
         known = self._replicated.setdefault(rank, set())
         known.difference_update([entry for entry in known if entry[0] > generation])
 
-    async def _replicate(self, worker: WorkerProcess, membership: m.Membership, generation: int, keep: int) -> None:
-        assert worker.rank is not None
+    async def _replicate(self, worker: WorkerProcess, membership: m.Membership, outgoing: Outgoing) -> None:
         loop = asyncio.get_running_loop()
-        begun, rank = loop.time(), worker.rank
-        outgoing = self._outgoing(worker, generation, membership.version, keep)
-        seal = loop.create_task(self._seal(worker, outgoing))
-        self._seals.add(seal)
-        seal.add_done_callback(self._seals.discard)
+        begun, generation = loop.time(), outgoing.generation
         copied = loop.create_task(self._copied_at(worker, generation))
         try:
             self._before_push(worker, generation)
-            payload_crc, peers = None, self.peers_in_place_of_payload(worker, membership)
+            payload_crc, peers, goes = None, self.peers_in_place_of_payload(worker, membership), outgoing
             if peers:
-                await asyncio.shield(seal)
-                outgoing, payload_crc = await self._envelope(worker, outgoing, peers)
-            await asyncio.gather(*(self._push(worker, outgoing, holder) for holder in membership.holders_of(rank)))
-            await asyncio.shield(seal)
+                await own_snapshot.seal(worker, outgoing)
+                goes, payload_crc = await self._envelope(worker, outgoing, peers)
+            await asyncio.gather(*(self._push(worker, goes, holder) for holder in membership.holders_of(outgoing.rank)))
+            await own_snapshot.seal(worker, outgoing)
             worker.control.set(Word.ACKNOWLEDGED, generation + 1)
             d2h_s = (await copied) - begun
-            self._say(m.Acknowledged(rank, generation, membership.version, d2h_s, loop.time() - begun - d2h_s, payload_crc, peers))
+            h2h_s = loop.time() - begun - d2h_s
+            self._say(m.Acknowledged(outgoing.rank, generation, membership.version, d2h_s, h2h_s, payload_crc, peers))
         finally:
             copied.cancel()
 
-    def _outgoing(self, worker: WorkerProcess, generation: int, version: int, keep: int) -> Outgoing:
-        assert worker.slots is not None and worker.rank is not None and worker.layout_hash is not None
-        slots, slot = worker.slots, worker.slot_of(generation)
-        try:
-            header = slots.header(slot)
-            header.require(run_id=self._run_id, rank=worker.rank, generation=generation)
-            return Outgoing.of_slot(slots, slot, header, version=version, keep=keep)
-        except SnapshotMismatch:  # it is still being copied, or was not looked at since
-            pass
-        payload_bytes = slots.slot_bytes - HEADER_BYTES - worker.metadata_room_bytes
-        control = worker.control
-
-        def available() -> int:
-            if control.get(Word.COPIED) >= generation + 1:
-                return payload_bytes
-            return control.get(Word.COPIED_BYTES_0 + slot)
-
-        return Outgoing.of_copy(
-            slots,
-            slot,
-            available,
-            run_id=self._run_id,
-            rank=worker.rank,
-            generation=generation,
-            layout_hash=worker.layout_hash,
-            metadata_bytes=control.get(Word.METADATA_BYTES_0 + slot),
-            payload_bytes=payload_bytes,
-            version=version,
-            keep=keep,
-        )
-
     async def _copied_at(self, worker: WorkerProcess, generation: int) -> float:
         while worker.control.get(Word.COPIED) < generation + 1:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(_COPY_POLL_S)
         return asyncio.get_running_loop().time()
-
-    async def _seal(self, worker: WorkerProcess, outgoing: Outgoing) -> None:
-        """Write the own slot's header as soon as its checksum is known, whatever becomes of the push."""
-        try:
-            header = await outgoing.header()
-        except SnapshotMismatch as damaged:
-            self._say(m.Note("own-slot-damaged", str(damaged)))
-            raise
-        if outgoing.promised is None and worker.generations.get(outgoing.slot) == outgoing.generation:
-            outgoing.slots.write_header(outgoing.slot, header)
 
     async def _push(self, worker: WorkerProcess, outgoing: Outgoing, holder: m.Member) -> None:
         """Until the holder has it."""
@@ -179,12 +147,15 @@ class Replicator:
                 await self._transport.push(holder.h2h, outgoing)
                 break
             except PeerFault as failure:
-                # The holder is dying (a halt will cancel this), has not resumed yet, or refused a damaged transfer: the slot is
-                # still whole, so it is sent again.
+                # The holder is dying (a halt will cancel this), has not resumed yet, or refused a damaged transfer: it is sent again,
+                # and if the copy was complete then every byte of the slot is checked again.
                 failures += 1
                 if failures == _PUSH_FAILURES_SAID and not self._replicas.frozen:
                     self._say(m.Note("push-failed", f"rank {rank}, generation {generation}: {failure}"))
                 await asyncio.sleep(_PUSH_RETRY_S)
+                if outgoing.promised is None and worker.control.get(Word.COPIED) >= generation + 1:
+                    await own_snapshot.seal(worker, outgoing)
+                    outgoing = own_snapshot.on_its_way(worker, self._run_id, generation, outgoing.version, outgoing.keep)
         known.difference_update([entry for entry in known if entry[0] not in worker.generations.values()])
         known.add((generation, holder.incarnation))
 

@@ -166,15 +166,27 @@ class Sections:
                 return original(*args, **kwargs)
 
             def run() -> Any:
-                if name in ("eval", "save"):
+                if name == "save":
                     self._session.enter(name, loop.position.generation)
-                return original(*args, **kwargs)
+                return original(*(self._noting_eval(loop, args) if name == "eval" else args), **kwargs)
 
             if loop.in_section is not None:
                 return run()
             return loop.section(name, run, lambda: skipped(args, kwargs), undo() if undo else lambda: None)
 
         setattr(self._training, function, section)
+
+    def _noting_eval(self, loop: Loop, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of an evaluation, its forward step noting progress: faults on purpose strike in its middle."""
+        prefix, forward_step, *rest = args
+
+        @functools.wraps(forward_step)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._session.check()
+            self._session.enter("eval", loop.position.generation)
+            return forward_step(*args, **kwargs)
+
+        return prefix, noted, *rest
 
     @staticmethod
     def _undo_eval() -> Callable[[], None]:

@@ -94,6 +94,7 @@ class Loop:
         self._runner = runner
         self.position = Position(generation)
         self.in_section: str | None = None
+        self._abandoned: Section | None = None  # what was running when an exception came
         self._schedule = schedule
         self._calls: list[StepCall] = []  # since the oldest generation that a recovery may go back to
         self._skip_sections = False
@@ -159,6 +160,9 @@ class Loop:
 
     def _after(self, failure: Exception) -> None:
         self.in_section = None
+        if self._abandoned is not None:  # at once: the step before it runs first, and must not see what it left behind
+            self._abandoned.undo()
+            self._abandoned = None
         if not self._session.halted:
             self._report_error(failure)
         iteration = self._calls[-1].iteration
@@ -239,7 +243,7 @@ class Loop:
         if retry:
             section.undo()
             self._runner.set_timers(section.timers)
-        self.in_section = section.name
+        self.in_section, self._abandoned = section.name, section
         try:
             # Said once already; the spare, which runs it for the first time, says it where this rank did not come so far.
             quiet = (
@@ -248,7 +252,9 @@ class Loop:
                 else contextlib.nullcontext()
             )
             with quiet:
-                return section.run()
+                result = section.run()
+            self._abandoned = None
+            return result
         finally:
             self.in_section = None
 
