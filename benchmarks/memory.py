@@ -168,7 +168,7 @@ def slot_figures(watch: Watch, ranks: int) -> dict[str, Any]:
 def measure(folder: Path, steps: int, first_step: int, window: int) -> dict[str, Any]:
     """Both runs, and what they say."""
     hot, plain = Watch(first_step), Watch(first_step)
-    run_hot_swap(folder / "hot-swap", NODES, 1, flags(steps), hot.look)
+    summary = run_hot_swap(folder / "hot-swap", NODES, 1, flags(steps), hot.look)
     run_plain(folder / "plain", NODES, flags(steps), plain.look)
     ours, theirs = (w.growth("worker", "memory_kib", steps, window) for w in (hot, plain))
     agents = hot.growth("agent", "memory_kib", steps, window)
@@ -189,6 +189,7 @@ def measure(folder: Path, steps: int, first_step: int, window: int) -> dict[str,
         "descriptor_growth": {"value": counts["descriptors"], "note": span},
         "thread_growth": {"value": counts["threads"], "note": span},
         "device_memory_growth_bytes": {"value": None, "note": "no GPU here; tools/gpu_check.py measures it where there is one"},
+        "copy": summary["copy"],
         "growth_by_process_kib": {"worker": list(ours.values()), "plain": list(theirs.values()), "agent": list(agents.values())},
     }
 

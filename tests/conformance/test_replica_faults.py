@@ -6,6 +6,8 @@ What happens on the wire is in test_transport.py; here the replica itself is dam
 from __future__ import annotations
 
 import dataclasses
+import gc
+import os
 import resource
 
 import pytest
@@ -122,3 +124,27 @@ def test_a_slow_holder_counts_nothing_before_it_is_checked():
     store.frozen = False
     store.complete(header, slot)
     assert store.generations() == {3: (7,)} and slots.verify(slot) == header
+
+
+def test_memory_of_replicas_that_are_dropped_or_change_their_size_is_given_back():
+    """Guarantee 8: neither descriptors nor the account of host memory grow with the swaps of a long job."""
+
+    def take(rank, generation, slot_bytes):
+        header = dataclasses.replace(any_header, rank=rank, generation=generation)
+        slots, slot = store.reserve(header, slot_bytes)
+        store.complete(header, slot)
+        return slots
+
+    store, (_, _, any_header) = ReplicaStore("run-1", lambda wanted: None), snapshot()
+    take(3, 6, SLOT_BYTES)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for generation in range(7, 27):
+        take(3, generation, SLOT_BYTES + 4096 * (generation % 2))
+        take(4, generation, SLOT_BYTES)
+        assert store.held_bytes == 2 * (SLOT_BYTES + 4096 * (generation % 2)) + 2 * SLOT_BYTES
+        assert store.generations()[3] == (generation,)
+        store.drop(keep=frozenset({3}))
+        assert store.held_bytes == 2 * (SLOT_BYTES + 4096 * (generation % 2))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -65,7 +65,6 @@ class Agent:
         self._membership: m.Membership | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._armed: list[m.Injection] = []
-        self._taken_bytes = 0
         self._heard_s = 0.0
         self._lease_s = config.lease_s
         self._exit: asyncio.Future[int] | None = None
@@ -120,9 +119,8 @@ class Agent:
 
     def _require_room(self, wanted_bytes: int) -> None:
         limit = self.config.host_memory_max_bytes
-        left = None if limit is None else max(0, limit - self._taken_bytes)
-        require_room(wanted_bytes, left, self.place.node)
-        self._taken_bytes += wanted_bytes
+        taken = self._replicas.held_bytes + sum(w.slots.slot_bytes * w.slots.count for w in self._workers if w.slots is not None)
+        require_room(wanted_bytes, None if limit is None else max(0, limit - taken), self.place.node)
 
     def _finish(self, code: int, why: str) -> None:
         if self._exit is not None and not self._exit.done():

@@ -47,7 +47,10 @@ class WorkerProcess:
 
     def make_slots(self, slot_bytes: int) -> Slots:
         """The worker's own slots; made once, found again by a worker that takes over."""
-        if self.slots is None or self.slots.slot_bytes != slot_bytes:
+        if self.slots is not None and self.slots.slot_bytes != slot_bytes:
+            self.slots.close()
+            self.slots, self.generations = None, {}
+        if self.slots is None:
             self.slots = Slots.create(slot_bytes, OWN_SLOTS)
         return self.slots
 

@@ -62,6 +62,8 @@ class ReplicaStore:
         self.admit(header, version)
         slots = self._slots.get(header.rank)
         if slots is None or slots.slot_bytes != slot_bytes:
+            if slots is not None:
+                self._free(header.rank)
             self._require_room(slot_bytes * REPLICA_SLOTS)
             slots = self._slots[header.rank] = Slots.create(slot_bytes, REPLICA_SLOTS)
             self._complete[header.rank] = {}
@@ -126,8 +128,16 @@ class ReplicaStore:
     def drop(self, keep: frozenset[int]) -> None:
         """Free the replicas of ranks that this agent no longer holds for."""
         for rank in self._slots.keys() - keep:
-            self._slots.pop(rank).close()
-            self._complete.pop(rank, None)
+            self._free(rank)
+
+    def _free(self, rank: int) -> None:
+        self._slots.pop(rank).close()
+        self._complete.pop(rank, None)
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that the replicas take now."""
+        return sum(slots.slot_bytes * slots.count for slots in self._slots.values())
 
 
 class Transport(abc.ABC):
