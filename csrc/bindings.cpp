@@ -41,6 +41,7 @@ PyMODINIT_FUNC PyInit__cuda() {
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "copy_queue.hpp"
@@ -48,6 +49,7 @@ PyMODINIT_FUNC PyInit__cuda() {
 #include "cuda_api.hpp"
 #include "deadline.hpp"
 #include "memory.hpp"
+#include "socket_io.hpp"
 #include "text.hpp"
 
 namespace py = pybind11;
@@ -117,7 +119,7 @@ const uint64_t* uint64_values(const py::array& array, const char* name) {
 }
 
 uint64_t submit(CopyQueue& queue, const py::array& sources, const py::array& destinations, const py::array& lengths,
-                uint64_t flag_address, uint64_t flag_value, std::optional<uint64_t> stream) {
+                uint64_t flag_address, uint64_t flag_value, std::optional<uint64_t> stream, uint64_t progress_address) {
   const uint64_t* source = uint64_values(sources, "src");
   const uint64_t* destination = uint64_values(destinations, "dst");
   const uint64_t* length = uint64_values(lengths, "lengths");
@@ -126,7 +128,7 @@ uint64_t submit(CopyQueue& queue, const py::array& sources, const py::array& des
                                destinations.size(), " and ", lengths.size(), ". Build them from one list of tensors."));
   const auto count = static_cast<std::size_t>(sources.size());
   py::gil_scoped_release released;
-  return queue.submit(source, destination, length, count, flag_address, flag_value, stream);
+  return queue.submit(source, destination, length, count, flag_address, flag_value, stream, progress_address);
 }
 
 // Runs wait(seconds) without Python's lock, in slices, so that Ctrl-C and other signals get through to Python in
@@ -185,7 +187,7 @@ void bind_copy_queue(py::module_& module) {
            py::arg("device") = py::none(),
            "A queue and its thread. device None: host memory; an index: that CUDA device.")
       .def("submit", &submit, py::arg("src"), py::arg("dst"), py::arg("lengths"), py::arg("flag_address"),
-           py::arg("flag_value"), py::arg("stream") = py::none(),
+           py::arg("flag_value"), py::arg("stream") = py::none(), py::arg("progress_address") = 0,
            "Queue copies of lengths[i] bytes from src[i] to dst[i]; then flag_value is stored at flag_address. Returns "
            "a ticket.")
       .def("wait", &wait_ticket, py::arg("ticket"), py::arg("timeout_s"),
@@ -260,6 +262,36 @@ void bind_memory(py::module_& module) {
              "1 once *address >= value, 2 once *stop_address >= stop_value, 0 at the timeout. 1 wins where both hold.");
 }
 
+// As OSError, which Python makes ConnectionResetError, BrokenPipeError … of by the number.
+template <class Call>
+auto with_os_errors(Call call) {
+  try {
+    py::gil_scoped_release released;
+    return call();
+  } catch (const deadpool::SocketError& error) {
+    PyErr_SetObject(PyExc_OSError, py::make_tuple(error.number(), error.what()).ptr());
+    throw py::error_already_set();
+  }
+}
+
+void bind_sockets(py::module_& module) {
+  module.def(
+      "send_all",
+      [](int fd, uint64_t address, uint64_t length, const py::bytes& head) {
+        const auto bytes = static_cast<std::string_view>(head);
+        with_os_errors([&] { deadpool::send_all(fd, bytes.data(), bytes.size(), address, length); });
+      },
+      py::arg("fd"), py::arg("address"), py::arg("length"), py::arg("head") = py::bytes(),
+      "Send head, then length bytes from address.");
+  module.def(
+      "recv_all",
+      [](int fd, uint64_t address, uint64_t length, uint32_t seed) {
+        return with_os_errors([&] { return deadpool::recv_all(fd, address, length, seed); });
+      },
+      py::arg("fd"), py::arg("address"), py::arg("length"), py::arg("seed") = 0,
+      "Receive length bytes to address; returns their CRC32C.");
+}
+
 void bind_checksum(py::module_& module) {
   module.def("crc32c", &checksum<deadpool::crc32c>, py::arg("address"), py::arg("length"), py::arg("seed") = 0,
              Released(), "CRC32C of the bytes. seed: the checksum of the bytes before these.");
@@ -279,6 +311,7 @@ PYBIND11_MODULE(_engine, module) {
   bind_cuda(module);
   bind_memory(module);
   bind_checksum(module);
+  bind_sockets(module);
   py::module_::import("atexit").attr("register")(py::cpp_function(&close_live_queues));
 }
 

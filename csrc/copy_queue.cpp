@@ -52,6 +52,7 @@ std::shared_ptr<void> MemoryBackend::order_after(std::optional<std::uint64_t> st
 }
 
 void MemoryBackend::run(const CopyJob& job, std::atomic<std::uint64_t>& bytes_copied) {
+  std::uint64_t unsaid = 0;  // bytes in place that the progress word does not tell of
   for (std::size_t i = 0; i < job.lengths.size(); ++i) {
     const auto* source = reinterpret_cast<const unsigned char*>(job.sources[i]);
     auto* destination = reinterpret_cast<unsigned char*>(job.destinations[i]);
@@ -60,6 +61,12 @@ void MemoryBackend::run(const CopyJob& job, std::atomic<std::uint64_t>& bytes_co
       copy_past_caches(destination + done, source + done, step);
       bytes_copied.fetch_add(step, std::memory_order_relaxed);
       done += step;
+      unsaid += step;
+      const bool last = i + 1 == job.lengths.size() && done == job.lengths[i];
+      if (job.progress != nullptr && (unsaid >= kProgressStep || last)) {
+        store_u64(job.progress, job.destinations[i] + done - job.progress_base);
+        unsaid = 0;
+      }
     }
   }
   store_u64(job.flag, job.flag_value);
@@ -170,9 +177,12 @@ void CopyQueue::check_process() const {
 
 std::uint64_t CopyQueue::submit(const std::uint64_t* sources, const std::uint64_t* destinations,
                                 const std::uint64_t* lengths, std::size_t count, std::uint64_t flag_address,
-                                std::uint64_t flag_value, std::optional<std::uint64_t> stream) {
+                                std::uint64_t flag_value, std::optional<std::uint64_t> stream,
+                                std::uint64_t progress_address) {
   check_process();
-  CopyJob job{{}, {}, {}, shared_word(flag_address, "flag_address"), flag_value, nullptr};
+  CopyJob job{{}, {}, {}, shared_word(flag_address, "flag_address"), flag_value, nullptr, 0, nullptr};
+  if (progress_address != 0) job.progress = shared_word(progress_address, "progress_address");
+  if (count != 0) job.progress_base = destinations[0];
   job.sources.reserve(count);
   job.destinations.reserve(count);
   job.lengths.reserve(count);
@@ -182,6 +192,11 @@ std::uint64_t CopyQueue::submit(const std::uint64_t* sources, const std::uint64_
     } catch (const std::invalid_argument& error) {
       throw std::invalid_argument(text("entry ", i, " of ", count, ": ", error.what()));
     }
+    if (job.progress != nullptr && i > 0 && destinations[i] < destinations[i - 1] + lengths[i - 1])
+      throw std::invalid_argument(
+          text("entry ", i, " of ", count, ": with a progress_address destinations must ascend without overlap, got 0x",
+               std::hex, destinations[i], " after 0x", destinations[i - 1], " + ", std::dec, lengths[i - 1],
+               " bytes. Submit the entries in the order of their layout."));
     if (lengths[i] == 0) continue;
     job.sources.push_back(sources[i]);
     job.destinations.push_back(destinations[i]);

@@ -21,6 +21,8 @@ struct CopyJob {
   std::vector<std::uint64_t> sources, destinations, lengths;  // as many of each; entries of length 0 already left out
   std::uint64_t* flag;
   std::uint64_t flag_value;
+  std::uint64_t* progress;      // null: nobody asks. Else destinations ascend, and the word says how far they are whole
+  std::uint64_t progress_base;  // the address that the word counts from
   std::shared_ptr<void> after;  // what the backend noted at submit about the work that must come first
 };
 
@@ -35,8 +37,8 @@ class CopyBackend {
   // On the submitting thread; must not block. `stream` is what the copies have to follow.
   virtual std::shared_ptr<void> order_after(std::optional<std::uint64_t> stream) = 0;
 
-  // On the queue's thread: copies all entries, then stores the flag (release). Adds to bytes_copied as it goes. Throws
-  // if a copy failed, and then has not stored the flag.
+  // On the queue's thread: copies all entries, then stores the flag (release). Adds to bytes_copied as it goes, and
+  // keeps the job's progress word. Throws if a copy failed, and then has not stored the flag.
   virtual void run(const CopyJob& job, std::atomic<std::uint64_t>& bytes_copied) = 0;
 };
 
@@ -57,9 +59,14 @@ class CopyQueue {
   CopyQueue& operator=(const CopyQueue&) = delete;
 
   // Takes its own copy of the arrays. Returns a ticket: 1, 2, 3, …
+  //
+  // With a progress_address the destinations must ascend without overlap. While the job runs, the word there is
+  // overwritten (release) with ever larger numbers p: every byte of an entry that lies below destinations[0] + p is in
+  // place. Gaps between entries count. The last p is the end of the last entry; the word is not touched before the
+  // first bytes are in place, so whoever submits sets it to 0.
   std::uint64_t submit(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* lengths,
                        std::size_t count, std::uint64_t flag_address, std::uint64_t flag_value,
-                       std::optional<std::uint64_t> stream = std::nullopt);
+                       std::optional<std::uint64_t> stream = std::nullopt, std::uint64_t progress_address = 0);
 
   // True once the ticket's job is done, false when timeout_s passed first. Throws runtime_error if it failed or was
   // dropped. After a failure the queue copies nothing more: every later ticket fails with the same error.

@@ -1,4 +1,4 @@
-"""Python face of the compiled engine: copy queues, checksum, words in shared memory.
+"""Python face of the compiled engine: copy queues, checksum, words in shared memory, whole amounts through sockets.
 
 All of it takes addresses and lengths as integers and releases Python's lock while it works. _engine.pyi says what each
 function promises, csrc/ how.
@@ -17,6 +17,8 @@ from deadpool_ext._engine import (
     load_u64,
     memcpy,
     prefault,
+    recv_all,
+    send_all,
     store_u64,
     wait_u64_at_least,
 )
@@ -34,6 +36,8 @@ __all__ = [
     "load_u64",
     "memcpy",
     "prefault",
+    "recv_all",
+    "send_all",
     "store_u64",
     "wait_u64_at_least",
 ]

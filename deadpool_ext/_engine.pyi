@@ -21,6 +21,7 @@ class CopyQueue:
         flag_address: int,
         flag_value: int,
         stream: int | None = None,
+        progress_address: int = 0,
     ) -> int:
         """Queue copies of lengths[i] bytes from address src[i] to dst[i]; returns a ticket at once.
 
@@ -28,6 +29,11 @@ class CopyQueue:
         job is done: keep its owners alive. Then flag_value is stored at flag_address (8 bytes, aligned; release).
         stream is for CUDA queues and needed there: the copies follow the work that it holds now
         (torch.cuda.current_stream().cuda_stream).
+
+        progress_address (0: none) names a word of 8 bytes that tells how much is in place while the job runs, for who
+        sends it on: dst must ascend then, and after each 8 MiB (host memory) or 64 MiB (CUDA), and at the end, the word
+        is set (release) to p such that every byte of an entry below dst[0] + p is in place. Gaps between entries count,
+        what follows the last entry does not. Set it to 0 before.
         """
 
     def wait(self, ticket: int, timeout_s: float) -> bool:
@@ -53,6 +59,16 @@ def crc32c_combine(crc1: int, crc2: int, len2: int) -> int:
 
 def crc32c_implementation() -> str:
     """What crc32c runs on this processor: 'sse4.2+pclmul', 'armv8+pmull' or 'portable'."""
+
+def send_all(fd: int, address: int, length: int, head: bytes = b"") -> None:
+    """Send head, then length bytes from address, on a connected stream socket; OSError where it breaks.
+
+    Waits as long as the peer does not read. To end it, shut the socket down from another thread; close it only after.
+    """
+
+def recv_all(fd: int, address: int, length: int, seed: int = 0) -> int:
+    """Receive length bytes to address; returns their CRC32C, going on from seed. OSError where the socket breaks, a
+    ConnectionResetError where the peer closes before the last byte. To end it, shut the socket down."""
 
 def memcpy(dst: int, src: int, length: int) -> None:
     """Copy length bytes between ranges that do not overlap."""

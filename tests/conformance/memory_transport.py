@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import deadpool_ext
 from megatron.hotswap.errors import HotSwapError, PeerFault, SnapshotMismatch
+from megatron.hotswap.replication.incoming import Incoming
+from megatron.hotswap.replication.outgoing import Outgoing
 from megatron.hotswap.replication.transfer import ReplicaStore, Reserve, Transport
-from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
+from megatron.hotswap.snapshot.layout import Header
 from megatron.hotswap.snapshot.slots import Slots
 
 
@@ -34,14 +37,21 @@ class MemoryTransport(Transport):
             raise PeerFault(f"{address} does not know this token")
         return store
 
-    async def push(self, address: str, slots: Slots, slot: int, header: Header) -> None:
+    async def push(self, address: str, outgoing: Outgoing) -> None:
         store = self._peer(address)
         try:
-            theirs, place = store.reserve(header, slots.slot_bytes)
-            _copy(slots, slot, theirs, place, header)
-            store.complete(header, place)
+            store.admit(outgoing.identity, outgoing.version)
+            held = store.held_as(outgoing.identity)
+            if held is not None and held == await outgoing.header():
+                return
+            theirs, place = store.reserve(outgoing.identity, outgoing.slots.slot_bytes, outgoing.version)
+            incoming = Incoming(theirs, place, outgoing.identity, outgoing.chunks.chunk_bytes)
+            await _copy(outgoing, incoming)
         except HotSwapError as refused:
             raise PeerFault(f"{address} refused: {refused}") from refused
+        header = await outgoing.header()
+        incoming.finish(header)
+        store.complete(header, place, outgoing.version, theirs)
 
     async def fetch(self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve) -> tuple[Slots, int, Header]:
         try:
@@ -51,7 +61,10 @@ class MemoryTransport(Transport):
         header = slots.header(slot)
         header.require(run_id=run_id, rank=rank, generation=generation)
         mine, place = reserve(header, slots.slot_bytes)
-        _copy(slots, slot, mine, place, header)
+        outgoing = Outgoing.of_slot(slots, slot, header)
+        incoming = Incoming(mine, place, header, outgoing.chunks.chunk_bytes)
+        await _copy(outgoing, incoming)
+        incoming.finish(await outgoing.header())
         mine.write_header(place, header)
         return mine, place, header
 
@@ -59,10 +72,10 @@ class MemoryTransport(Transport):
         self.serving.pop(self._address, None)
 
 
-def _copy(source: Slots, slot: int, target: Slots, place: int, header: Header) -> None:
-    """Metadata and payload, checked on arrival."""
-    for part in (slice(HEADER_BYTES, HEADER_BYTES + header.metadata_bytes), slice(source.slot_bytes - header.payload_bytes, None)):
-        target.view(place)[part] = source.view(slot)[part]
-    found = target.checksum(place, header.metadata_bytes, header.payload_bytes)
-    if found != header.crc32c:
-        raise SnapshotMismatch(f"the checksum is {found:08x} on arrival, {header.crc32c:08x} at the sender")
+async def _copy(outgoing: Outgoing, incoming: Incoming) -> None:
+    """Chunk by chunk, each checked on arrival."""
+    for index in range(len(outgoing.chunks)):
+        offset, length, crc = await outgoing.chunk(index)
+        place = incoming.place(index, length)
+        deadpool_ext.memcpy(place, outgoing.base + offset, length)
+        incoming.arrived(index, deadpool_ext.crc32c(place, length), crc)

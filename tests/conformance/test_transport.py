@@ -1,34 +1,30 @@
 """One suite for every Transport (replication/transfer.py): TCP, and a fake in memory. Guarantee 6 on both sides of a transfer.
 
-What only a network can suffer (damage, cuts, stalls) is asked of those that have one; `NETWORKED` lists them.
+What only a network can suffer (damage, cuts, stalls) is asked in test_wire.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 
 import pytest
 from transport_pair import (
-    METADATA_BYTES,
+    CHUNK_BYTES,
     PAYLOAD_BYTES,
-    PREAMBLE_BYTES,
     SLOT_BYTES,
+    Copy,
     Pair,
     content,
     every,
-    networked,
     on_a_loop,
+    outgoing,
     push_as_agents_do,
     snapshot,
     soon,
 )
-from wire_proxy import Proxy
 
 from megatron.hotswap.errors import PeerFault, SnapshotMismatch, UsageError
-
-# ---- every transport
 
 
 @every
@@ -36,7 +32,7 @@ from megatron.hotswap.errors import PeerFault, SnapshotMismatch, UsageError
 async def test_what_was_pushed_comes_back_in_equal_bytes(kind):
     slots, slot, header = snapshot()
     async with Pair(kind) as pair:
-        await pair.owner.push(pair.address, slots, slot, header)
+        await pair.push((slots, slot, header))
         assert pair.store.generations() == {3: (7,)}
         back, place, got = await pair.fetch()
     assert got == header
@@ -49,7 +45,7 @@ async def test_what_was_pushed_comes_back_in_equal_bytes(kind):
 async def test_two_generations_are_kept_and_the_third_replaces_the_first(kind):
     async with Pair(kind) as pair:
         for generation in (6, 7, 8):
-            await pair.owner.push(pair.address, *snapshot(generation=generation))
+            await pair.push(snapshot(generation=generation))
         assert pair.store.generations() == {3: (7, 8)}
         with pytest.raises(PeerFault, match="no replica of rank 3, generation 6"):
             await pair.fetch(generation=6)
@@ -60,7 +56,7 @@ async def test_two_generations_are_kept_and_the_third_replaces_the_first(kind):
 async def test_two_ranks_push_at_once(kind):
     parts = [snapshot(rank=rank) for rank in range(4)]
     async with Pair(kind) as pair:
-        await asyncio.gather(*(pair.owner.push(pair.address, *part) for part in parts))
+        await asyncio.gather(*(pair.push(part) for part in parts))
         for rank, part in enumerate(parts):
             assert content(*await pair.fetch(rank=rank)) == content(*part)
 
@@ -70,7 +66,7 @@ async def test_two_ranks_push_at_once(kind):
 async def test_a_snapshot_of_another_run_is_refused(kind):
     async with Pair(kind) as pair:
         with pytest.raises(PeerFault, match="run-2"):
-            await pair.owner.push(pair.address, *snapshot(run="run-2"))
+            await pair.push(snapshot(run="run-2"))
         assert pair.store.generations() == {}
 
 
@@ -78,7 +74,7 @@ async def test_a_snapshot_of_another_run_is_refused(kind):
 @on_a_loop
 async def test_a_fetch_for_another_run_is_refused(kind):
     async with Pair(kind) as pair:
-        await pair.owner.push(pair.address, *snapshot())
+        await pair.push(snapshot())
         with pytest.raises(SnapshotMismatch, match="run is 'run-1', asked for 'run-2'"):
             await pair.fetch(run="run-2")
 
@@ -88,9 +84,9 @@ async def test_a_fetch_for_another_run_is_refused(kind):
 async def test_a_stranger_without_the_token_changes_nothing(kind):
     async with Pair(kind) as pair, Pair(kind, owner_token="guess") as stranger:
         mine = snapshot()
-        await pair.owner.push(pair.address, *mine)
+        await pair.push(mine)
         with pytest.raises(PeerFault):
-            await stranger.owner.push(pair.address, *snapshot(seed=1))
+            await stranger.push(snapshot(seed=1), pair.address)
         with pytest.raises(PeerFault):
             await stranger.fetch(address=pair.address)
         assert content(*await pair.fetch()) == content(*mine)
@@ -98,24 +94,156 @@ async def test_a_stranger_without_the_token_changes_nothing(kind):
 
 @every
 @on_a_loop
-async def test_content_that_does_not_match_its_checksum_is_refused_and_the_older_replica_stays(kind):
-    """The sender's memory changed under the transfer."""
+async def test_an_own_slot_that_was_damaged_is_not_sent_on_as_good(kind):
+    """Its header was right when it was written; memory has changed since."""
     async with Pair(kind) as pair:
         old = snapshot(generation=6)
-        await pair.owner.push(pair.address, *old)
+        await pair.push(old)
         slots, slot, header = snapshot(generation=7)
         slots.view(slot)[-1] ^= 1
-        with pytest.raises(PeerFault, match="checksum"):
-            await pair.owner.push(pair.address, slots, slot, header)
+        with pytest.raises(SnapshotMismatch, match=r"rank 3, generation 7: .*damaged in this node's memory"):
+            await pair.push((slots, slot, header))
         assert pair.store.generations() == {3: (6,)}
         assert content(*await pair.fetch(generation=6)) == content(*old)
 
 
 @every
 @on_a_loop
+async def test_memory_that_changes_between_checksum_and_send_is_refused_by_chunk(kind):
+    async with Pair(kind) as pair:
+        slots, slot, header = snapshot()
+        out = outgoing((slots, slot, header))
+        await out.header()
+        slots.view(slot)[SLOT_BYTES - PAYLOAD_BYTES + 3 * CHUNK_BYTES] ^= 1
+        with pytest.raises(PeerFault, match=r"rank 3, generation 7, chunk 4: the checksum is \w{8} on arrival, \w{8} at the sender"):
+            await pair.owner.push(pair.address, out)
+        assert pair.store.generations() == {}
+
+
+@every
+@on_a_loop
+async def test_a_push_begins_before_the_copy_is_complete_and_ends_after_it(kind):
+    async with Pair(kind) as pair:
+        part = snapshot()
+        expected = content(*part)
+        copy = Copy(part)
+        push = asyncio.ensure_future(pair.owner.push(pair.address, copy.outgoing))
+        await soon(lambda: 3 in pair.store._slots)
+        arrived = pair.store._slots[3].view(1)
+        for step in range(1, 4):
+            copy.place(step * 2 * CHUNK_BYTES)
+            first = SLOT_BYTES - PAYLOAD_BYTES + (step * 2 - 1) * CHUNK_BYTES
+            await soon(lambda at=first: any(arrived[at : at + CHUNK_BYTES]))
+            assert not any(arrived[first + CHUNK_BYTES : first + 2 * CHUNK_BYTES])
+            assert not push.done() and pair.store.generations() == {}
+        copy.place(PAYLOAD_BYTES)
+        await push
+        back = await pair.fetch()
+        assert content(*back) == expected
+        assert back[2] == copy.header == await copy.outgoing.header()
+
+
+@every
+@on_a_loop
+async def test_two_holders_are_pushed_to_at_once_from_one_snapshot(kind):
+    async with Pair(kind) as pair, Pair(kind) as other:
+        part = snapshot()
+        expected = content(*part)
+        copy = Copy(part)
+        pushes = [asyncio.ensure_future(pair.owner.push(p.address, copy.outgoing)) for p in (pair, other)]
+        for step in range(1, 17):
+            copy.place(step * CHUNK_BYTES)
+            await asyncio.sleep(0.002)
+        await asyncio.gather(*pushes)
+        assert content(*await pair.fetch()) == content(*await other.fetch()) == expected
+
+
+@every
+@on_a_loop
+async def test_one_holder_that_fails_does_not_spoil_the_push_to_another(kind):
+    async with Pair(kind) as pair, Pair(kind) as other:
+        other.store.frozen = True
+        copy = Copy(snapshot())
+        pushes = [asyncio.ensure_future(pair.owner.push(p.address, copy.outgoing)) for p in (pair, other)]
+        with pytest.raises(PeerFault):
+            await pushes[1]
+        copy.place(PAYLOAD_BYTES)
+        await pushes[0]
+        assert pair.store.generations() == {3: (7,)} and other.store.generations() == {}
+
+
+@every
+@on_a_loop
+async def test_a_snapshot_of_an_older_membership_is_refused_and_both_are_named(kind):
+    """Guarantee 1."""
+    async with Pair(kind) as pair:
+        pair.store.version = 5
+        with pytest.raises(PeerFault, match="membership 4, which is over: 5 is known here"):
+            await pair.push(snapshot(), version=4)
+        assert pair.store._slots == {}
+        await pair.push(snapshot(), version=5)
+        await pair.push(snapshot(generation=8), version=6)
+        with pytest.raises(PeerFault, match="membership 4"):  # what is here already is not acknowledged to it either
+            await pair.push(snapshot(), version=4)
+        assert pair.store.generations() == {3: (7, 8)}
+
+
+@every
+@on_a_loop
+async def test_a_membership_that_becomes_known_in_the_middle_of_a_transfer_keeps_it_out(kind):
+    async with Pair(kind) as pair:
+        copy = Copy(snapshot(), version=4)
+        push = asyncio.ensure_future(pair.owner.push(pair.address, copy.outgoing))
+        await soon(lambda: 3 in pair.store._slots)
+        pair.store.version = 5
+        copy.place(PAYLOAD_BYTES)
+        with pytest.raises(PeerFault, match="the membership ended while this snapshot was under way"):
+            await push
+        assert pair.store.generations() == {}
+
+
+@every
+@on_a_loop
+async def test_a_snapshot_that_is_there_already_is_acknowledged_and_not_written_again(kind):
+    """Guarantee 4: after a swap an agent may send what its holder has; the holder's bytes are not touched for it."""
+    async with Pair(kind) as pair:
+        part = snapshot()
+        await pair.push(part)
+        expected = content(*part)
+        slots, slot = pair.store.find(3, 7)
+        before = slots.view(slot)[-1]
+        slots.view(slot)[-1] ^= 1  # a mark that writing would wipe out
+        await pair.push(part)
+        copy = Copy(part)  # and before its sender knows the checksum
+        push = asyncio.ensure_future(pair.owner.push(pair.address, copy.outgoing))
+        copy.place(PAYLOAD_BYTES)
+        await push
+        assert slots.view(slot)[-1] == before ^ 1
+        slots.view(slot)[-1] = before
+        assert content(*await pair.fetch()) == expected
+
+
+@every
+@on_a_loop
+async def test_the_same_step_run_again_with_other_bytes_replaces_the_old(kind):
+    async with Pair(kind) as pair:
+        await pair.push(snapshot())
+        part = snapshot()
+        expected = content(*part)
+        copy = Copy(part)
+        copy.place(PAYLOAD_BYTES)
+        await pair.owner.push(pair.address, copy.outgoing)
+        assert content(*await pair.fetch()) == expected
+        again = snapshot()
+        await pair.push(again)
+        assert content(*await pair.fetch()) == content(*again)
+
+
+@every
+@on_a_loop
 async def test_a_replica_that_rotted_at_the_holder_is_refused_by_who_fetches_it(kind):
     async with Pair(kind) as pair:
-        await pair.owner.push(pair.address, *snapshot())
+        await pair.push(snapshot())
         slots, slot = pair.store.find(3, 7)
         slots.view(slot)[-5] ^= 0x10
         with pytest.raises(SnapshotMismatch, match="checksum"):
@@ -128,14 +256,14 @@ async def test_a_frozen_holder_takes_nothing_and_still_gives(kind):
     """Between the report of what is held and the plan made from it, nothing may change (guarantee 2)."""
     async with Pair(kind) as pair:
         old = snapshot(generation=6)
-        await pair.owner.push(pair.address, *old)
+        await pair.push(old)
         pair.store.frozen = True
         with pytest.raises(PeerFault, match="the membership is over"):
-            await pair.owner.push(pair.address, *snapshot(generation=8))
+            await pair.push(snapshot(generation=8))
         assert pair.store.generations() == {3: (6,)}
         assert content(*await pair.fetch(generation=6)) == content(*old)
         pair.store.frozen = False
-        await push_as_agents_do(pair, *snapshot(generation=8))
+        await push_as_agents_do(pair, snapshot(generation=8))
         assert pair.store.generations() == {3: (8,)}
 
 
@@ -156,7 +284,7 @@ async def test_a_holder_without_room_says_so(kind):
     async with Pair(kind) as pair:
         pair.store._require_room = full
         with pytest.raises(PeerFault, match=f"{2 * SLOT_BYTES} bytes are missing"):
-            await pair.owner.push(pair.address, *snapshot())
+            await pair.push(snapshot())
 
 
 @every
@@ -166,7 +294,7 @@ async def test_nobody_at_the_address_is_a_peers_fault_at_once(kind):
         await pair.holder.close()
         began = time.monotonic()
         with pytest.raises(PeerFault):
-            await pair.owner.push(pair.address, *snapshot())
+            await pair.push(snapshot())
         with pytest.raises(PeerFault):
             await pair.fetch()
         assert time.monotonic() - began < 5.0
@@ -177,160 +305,8 @@ async def test_nobody_at_the_address_is_a_peers_fault_at_once(kind):
 async def test_dropped_ranks_are_forgotten(kind):
     async with Pair(kind) as pair:
         for rank in (3, 4):
-            await pair.owner.push(pair.address, *snapshot(rank=rank))
+            await pair.push(snapshot(rank=rank))
         pair.store.drop(keep=frozenset({4}))
         assert pair.store.generations() == {4: (7,)}
         with pytest.raises(PeerFault):
             await pair.fetch(rank=3)
-
-
-# ---- those with a network between
-
-
-async def through(pair):
-    proxy = Proxy(pair.address)
-    return proxy, await proxy.start()
-
-
-@networked
-@pytest.mark.parametrize("at", [0, METADATA_BYTES - 1, METADATA_BYTES, METADATA_BYTES + PAYLOAD_BYTES - 1])
-@on_a_loop
-async def test_a_bit_flipped_on_the_wire_is_refused_and_the_older_replica_stays(kind, at):
-    async with Pair(kind) as pair:
-        old = snapshot(generation=6)
-        await pair.owner.push(pair.address, *old)
-        proxy, address = await through(pair)
-        proxy.flip_at = PREAMBLE_BYTES + at
-        with pytest.raises(PeerFault, match="checksum"):
-            await pair.owner.push(address, *snapshot(generation=7))
-        assert proxy.flip_at is None
-        assert pair.store.generations() == {3: (6,)}
-        assert content(*await pair.fetch(generation=6)) == content(*old)
-        # The connection is still good: the same snapshot goes through when it is sent again.
-        await pair.owner.push(address, *snapshot(generation=7))
-        assert pair.store.generations() == {3: (6, 7)}
-        await proxy.stop()
-
-
-@networked
-@pytest.mark.parametrize("at", [0, 40, PREAMBLE_BYTES - 1, PREAMBLE_BYTES + 10, PREAMBLE_BYTES + PAYLOAD_BYTES])
-@on_a_loop
-async def test_a_transfer_that_is_cut_short_leaves_the_older_replica(kind, at):
-    async with Pair(kind) as pair:
-        old = snapshot(generation=6)
-        await pair.owner.push(pair.address, *old)
-        proxy, address = await through(pair)
-        proxy.cut_at = at
-        with pytest.raises(PeerFault):
-            await pair.owner.push(address, *snapshot(generation=7))
-        assert pair.store.generations() == {3: (6,)}
-        assert content(*await pair.fetch(generation=6)) == content(*old)
-        await proxy.stop()
-
-
-@networked
-@on_a_loop
-async def test_a_holder_that_dies_in_the_middle_of_a_transfer_is_noticed_soon(kind):
-    async with Pair(kind) as pair:
-        proxy, address = await through(pair)
-        proxy.stall_at = PREAMBLE_BYTES + 200_000
-        push = asyncio.ensure_future(pair.owner.push(address, *snapshot()))
-        await soon(lambda: proxy.passed > PREAMBLE_BYTES)
-        began = time.monotonic()
-        await proxy.stop()
-        with pytest.raises(PeerFault):
-            await push
-        assert time.monotonic() - began < 2.0
-
-
-@networked
-@on_a_loop
-async def test_a_push_that_is_cancelled_does_not_spoil_the_next_one(kind):
-    """A halt cancels transfers; the connection with half a frame on it must not be used again."""
-    async with Pair(kind) as pair:
-        proxy, address = await through(pair)
-        proxy.stall_at = PREAMBLE_BYTES + 200_000
-        push = asyncio.ensure_future(pair.owner.push(address, *snapshot()))
-        await soon(lambda: proxy.passed > PREAMBLE_BYTES)
-        push.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await push
-        proxy.stall_at = None
-        mine = snapshot()
-        await pair.owner.push(address, *mine)
-        assert content(*await pair.fetch()) == content(*mine)
-        await proxy.stop()
-
-
-@networked
-@on_a_loop
-async def test_the_membership_that_ends_in_the_middle_of_a_transfer_keeps_it_out(kind):
-    """What was under way was not in the report; it must not appear after it."""
-    async with Pair(kind) as pair:
-        proxy, address = await through(pair)
-        resume = asyncio.Event()
-        proxy._damage = _waiting(proxy, resume)
-        push = asyncio.ensure_future(pair.owner.push(address, *snapshot()))
-        await soon(lambda: 3 in pair.store._slots)
-        pair.store.frozen = True
-        resume.set()
-        with pytest.raises(PeerFault, match="the membership ended while this snapshot was under way"):
-            await push
-        assert pair.store.generations() == {}
-        await proxy.stop()
-
-
-def _waiting(proxy, resume):
-    async def wait(data):
-        if proxy.passed > PREAMBLE_BYTES:
-            await resume.wait()
-        proxy.passed += len(data)
-        return data
-
-    return wait
-
-
-@networked
-@on_a_loop
-async def test_a_node_that_was_given_up_cannot_destroy_a_newer_replica(kind):
-    """Guarantee 1: it froze before it pushed generation 5, its rank has gone on elsewhere, and it thaws."""
-    async with Pair(kind) as successor, Pair(kind) as zombie:
-        new = snapshot(generation=7)
-        await successor.owner.push(successor.address, *new)
-        with contextlib.suppress(PeerFault):
-            await zombie.owner.push(successor.address, *snapshot(generation=5))
-        assert content(*await successor.fetch(generation=7)) == content(*new)
-
-
-@networked
-@on_a_loop
-async def test_a_snapshot_that_is_there_already_stays_whole_while_it_is_sent_again(kind):
-    """Guarantee 4: after a swap an agent may send what its holder has; the sender can die at any byte of it."""
-    async with Pair(kind) as pair:
-        mine = snapshot()
-        await pair.owner.push(pair.address, *mine)
-        proxy, address = await through(pair)
-        proxy.cut_at = PREAMBLE_BYTES + 200_000
-        with pytest.raises(PeerFault):
-            await pair.owner.push(address, *mine)
-        await proxy.stop()
-        assert content(*await pair.fetch()) == content(*mine)
-
-
-@networked
-@on_a_loop
-async def test_a_stalled_transfer_cannot_write_into_what_came_after_it(kind):
-    """Guarantee 6: the sender froze in the middle; the slot holds a newer, complete snapshot when it thaws."""
-    async with Pair(kind) as pair, Pair(kind) as successor:
-        proxy, address = await through(pair)
-        resume = asyncio.Event()
-        proxy._damage = _waiting(proxy, resume)
-        stalled = asyncio.ensure_future(pair.owner.push(address, *snapshot(generation=5)))
-        await soon(lambda: 3 in pair.store._slots)
-        new = snapshot(generation=7)
-        await successor.owner.push(pair.address, *new)
-        resume.set()
-        with contextlib.suppress(PeerFault):
-            await stalled
-        assert content(*await pair.fetch(generation=7)) == content(*new)
-        await proxy.stop()

@@ -12,6 +12,7 @@ import pytest
 from memory_transport import MemoryTransport
 
 from megatron.hotswap.errors import PeerFault
+from megatron.hotswap.replication.outgoing import Outgoing
 from megatron.hotswap.replication.tcp import TcpTransport
 from megatron.hotswap.replication.transfer import ReplicaStore
 from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
@@ -21,11 +22,12 @@ RUN, TOKEN = "run-1", "token"
 METADATA_ROOM, PAYLOAD_BYTES = 4096, 1 << 20
 SLOT_BYTES = HEADER_BYTES + METADATA_ROOM + PAYLOAD_BYTES
 METADATA_BYTES = 1000
-#: Bytes of a PUSH before the metadata: proof of the token, verb, header, slot size.
-PREAMBLE_BYTES = 32 + 4 + HEADER_BYTES + 8
+#: Small, so that a snapshot has one chunk of metadata and 16 of payload.
+CHUNK_BYTES = 64 << 10
 
-TRANSPORTS = {"tcp": TcpTransport, "memory": MemoryTransport}
-NETWORKED = {"tcp": TcpTransport}
+TRANSPORTS = {"tcp": functools.partial(TcpTransport, chunk_bytes=CHUNK_BYTES), "tcp-1-stream": functools.partial(TcpTransport, streams=1)}
+NETWORKED = dict(TRANSPORTS)
+TRANSPORTS["memory"] = MemoryTransport
 
 
 def on_a_loop(test):
@@ -51,6 +53,41 @@ def snapshot(rank=3, generation=7, run=RUN, seed=0):
     return slots, slot, header
 
 
+def outgoing(part, **options):
+    """A complete snapshot on its way out."""
+    return Outgoing.of_slot(*part, chunk_bytes=CHUNK_BYTES, **options)
+
+
+class Copy:
+    """The same bytes, as if a device were still copying them: `place` says how much of the payload is there."""
+
+    def __init__(self, part, version=0):
+        slots, slot, header = part
+        self.header, self._bytes = header, bytes(slots.view(slot)[SLOT_BYTES - PAYLOAD_BYTES :])
+        self._view = slots.view(slot)
+        self._view[SLOT_BYTES - PAYLOAD_BYTES :] = bytes(PAYLOAD_BYTES)
+        slots.invalidate(slot)
+        self._placed = 0
+        self.outgoing = Outgoing.of_copy(
+            slots,
+            slot,
+            lambda: self._placed,
+            run_id=header.run_id,
+            rank=header.rank,
+            generation=header.generation,
+            layout_hash=header.layout_hash,
+            metadata_bytes=header.metadata_bytes,
+            payload_bytes=header.payload_bytes,
+            version=version,
+            chunk_bytes=CHUNK_BYTES,
+        )
+
+    def place(self, upto):
+        begin = SLOT_BYTES - PAYLOAD_BYTES
+        self._view[begin + self._placed : begin + upto] = self._bytes[self._placed : upto]
+        self._placed = upto
+
+
 def content(slots, slot, header):
     view = slots.view(slot)
     return bytes(view[HEADER_BYTES : HEADER_BYTES + header.metadata_bytes]), bytes(view[slots.slot_bytes - header.payload_bytes :])
@@ -73,6 +110,9 @@ class Pair:
         await self.owner.close()
         await self.holder.close()
 
+    async def push(self, part, address=None, **options):
+        await self.owner.push(address or self.address, outgoing(part, **options))
+
     async def fetch(self, rank=3, generation=7, run=RUN, address=None):
         into = Slots.create(SLOT_BYTES, 2)
         return await self.owner.fetch(address or self.address, run, rank, generation, lambda header, size: (into, header.generation % 2))
@@ -86,12 +126,12 @@ async def soon(condition, within_s=5.0):
         await asyncio.sleep(0.005)
 
 
-async def push_as_agents_do(pair, *part):
+async def push_as_agents_do(pair, part):
     """Once more after a fault: a holder that has refused may have closed the connection."""
     with contextlib.suppress(PeerFault):
-        await pair.owner.push(pair.address, *part)
+        await pair.push(part)
         return
-    await pair.owner.push(pair.address, *part)
+    await pair.push(part)
 
 
 every = pytest.mark.parametrize("kind", TRANSPORTS.values(), ids=TRANSPORTS.keys())

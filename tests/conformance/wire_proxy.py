@@ -1,20 +1,31 @@
-"""A TCP relay between two agents that damages, cuts or stops what passes through it."""
+"""A TCP relay between two agents that damages, cuts, slows or stops what passes through it.
+
+It knows this much of the connections: after the client's half of the proof comes a verb, and JOIN makes it a stream of chunks, any
+other a control connection. A place is ("control" | "stream", offset): the byte at that offset behind the client's proof, on the
+first connection of the kind that gets so far.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 
+PROOF_BYTES = 64
+Place = tuple[str, int]
+
 
 class Proxy:
-    """Relays to `target`. Offsets count the bytes from the client, the token's proof included."""
+    """Relays to `target`."""
 
     def __init__(self, target: str) -> None:
         self._target = target
-        self.flip_at: int | None = None  # flip a bit of this byte
-        self.cut_at: int | None = None  # close both sides before this byte
-        self.stall_at: int | None = None  # stop relaying before this byte, with the connection open
-        self.passed = 0
+        self.flip_at: Place | None = None  # flip a bit of this byte
+        self.flip_back_at: int | None = None  # flip a bit of this byte of what a stream brings back to the client
+        self.cut_at: Place | None = None  # close the connection before this byte
+        self.stall_at: Place | None = None  # stop relaying before this byte, with the connection open
+        self.gate: asyncio.Event | None = None  # chunks wait for it
+        self.pause_s = 0.0  # between two parts of up to 64 KiB of a stream
+        self.passed = {"control": 0, "stream": 0, "back": 0}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -34,10 +45,15 @@ class Proxy:
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = self._target.rsplit(":", 1)
-        there_reader, there_writer = await asyncio.open_connection(host, int(port))
+        try:
+            there_reader, there_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.close()
+            return
+        kind: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         tasks = [
-            asyncio.ensure_future(self._forward(reader, there_writer, damage=True)),
-            asyncio.ensure_future(self._forward(there_reader, writer, damage=False)),
+            asyncio.ensure_future(self._forward(reader, there_writer, kind)),
+            asyncio.ensure_future(self._back(there_reader, writer, kind)),
         ]
         self._tasks.update(tasks)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -46,23 +62,51 @@ class Proxy:
         for side in (writer, there_writer):
             side.close()
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, damage: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                if damage:
-                    data = await self._damage(bytearray(data))
-                    if data is None:
-                        return
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: asyncio.Future[str]) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            writer.write(await reader.readexactly(PROOF_BYTES))
+            verb = await reader.readexactly(4)
+            name = "stream" if verb == b"JOIN" else "control"
+            kind.set_result(name)
+            data: bytes | bytearray | None = verb
+            at = 0
+            while data:
+                begin, at = at, at + len(data)
+                data = await self._damage(name, begin, bytearray(data))
+                if data is None:
+                    return
                 writer.write(data)
                 await writer.drain()
+                self.passed[name] += len(data)
+                data = await reader.read(65536)
 
-    async def _damage(self, data: bytearray) -> bytearray | None:
-        begin, self.passed = self.passed, self.passed + len(data)
-        if self.flip_at is not None and begin <= self.flip_at < self.passed:
-            data[self.flip_at - begin] ^= 1
+    async def _damage(self, kind: str, begin: int, data: bytearray) -> bytearray | None:
+        end = begin + len(data)
+
+        def here(place: Place | None) -> bool:
+            return place is not None and place[0] == kind and begin <= place[1] < end
+
+        if self.flip_at is not None and here(self.flip_at):
+            data[self.flip_at[1] - begin] ^= 1
             self.flip_at = None
-        if self.stall_at is not None and self.stall_at < self.passed:
+        if here(self.stall_at):
             await asyncio.sleep(3600)
-        if self.cut_at is not None and self.cut_at < self.passed:
+        if here(self.cut_at):
             return None
+        if kind == "stream" and begin > 0:
+            if self.gate is not None:
+                await self.gate.wait()
+            await asyncio.sleep(self.pause_s)
         return data
+
+    async def _back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: asyncio.Future[str]) -> None:
+        at = 0
+        with contextlib.suppress(OSError):
+            while data := bytearray(await reader.read(65536)):
+                begin, at = at, at + len(data)
+                if self.flip_back_at is not None and begin <= self.flip_back_at < at and kind.done() and kind.result() == "stream":
+                    data[self.flip_back_at - begin] ^= 1
+                    self.flip_back_at = None
+                writer.write(data)
+                await writer.drain()
+                self.passed["back"] += len(data)

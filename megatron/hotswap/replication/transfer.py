@@ -1,19 +1,20 @@
 """The interface of a host-to-host (H2H) transport, and the replica store that all of them fill.
 
 A transport moves whole snapshots between the memories of two agents: `push` puts one into a holder's slots, `fetch` brings one
-back. Both return only when the receiver has checked run, rank, generation and checksum. tests/conformance runs one suite on
-every transport.
+back. Before memory is taken for one, the receiver has checked run, rank, generation and lengths; each chunk's checksum is checked
+when it arrives, and both return only when that of the whole is right too. tests/conformance runs one suite on every transport.
 """
 
 from __future__ import annotations
 
 import abc
-import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..errors import PeerFault, SnapshotMismatch
 from ..snapshot.layout import Header
 from ..snapshot.slots import REPLICA_SLOTS, Slots
+from .outgoing import Outgoing
 
 #: Called with the header of an incoming snapshot; returns the slot memory to receive it in.
 Reserve = Callable[[Header, int], tuple[Slots, int]]
@@ -28,8 +29,26 @@ class ReplicaStore:
         self._slots: dict[int, Slots] = {}
         self._complete: dict[int, dict[int, int]] = {}  # rank -> slot -> generation
         self.frozen = False  # between the report of what is held and the plan made from it, nothing may change
+        self.version = 0  # newest membership version that this agent knows
 
-    def reserve(self, header: Header, slot_bytes: int) -> tuple[Slots, int]:
+    def admit(self, header: Header, version: int) -> None:
+        """May this snapshot, sent under membership `version`, change anything here?
+
+        Raises:
+            SnapshotMismatch: it is of another run.
+            PeerFault: it is not to be taken now, or was sent under a membership that is over.
+        """
+        if header.run_id != self._run_id:
+            raise SnapshotMismatch(f"a snapshot of run {header.run_id!r} was sent to run {self._run_id!r}; it is refused")
+        if version < self.version:
+            raise PeerFault(
+                f"rank {header.rank}, generation {header.generation} was sent under membership {version}, which is over: {self.version} "
+                "is known here"
+            )
+        if self.frozen:
+            raise PeerFault("the membership is over; what is held here stays as it was reported until the plan is made")
+
+    def reserve(self, header: Header, slot_bytes: int, version: int = 0) -> tuple[Slots, int]:
         """Memory for an incoming snapshot. What the slot held is invalid from now on.
 
         Raises:
@@ -37,10 +56,7 @@ class ReplicaStore:
             PeerFault: it is not to be taken now, or is older than what is here.
             UsageError: there is no room.
         """
-        if header.run_id != self._run_id:
-            raise SnapshotMismatch(f"a snapshot of run {header.run_id!r} was sent to run {self._run_id!r}; it is refused")
-        if self.frozen:
-            raise PeerFault("the membership is over; what is held here stays as it was reported until the plan is made")
+        self.admit(header, version)
         slots = self._slots.get(header.rank)
         if slots is None or slots.slot_bytes != slot_bytes:
             self._require_room(slot_bytes * REPLICA_SLOTS)
@@ -56,18 +72,28 @@ class ReplicaStore:
         slots.invalidate(slot)
         return slots, slot
 
-    def holds(self, header: Header) -> bool:
-        """Whether this very snapshot is here, complete: then it must not be overwritten by the same from a sender that may die."""
-        try:
-            slots, slot = self.find(header.rank, header.generation)
-            return slots.header(slot) == header
-        except SnapshotMismatch:
-            return False
+    def held_as(self, identity: Header) -> Header | None:
+        """The header of the complete replica here that agrees with `identity` in all but the checksum, if there is one.
 
-    def complete(self, header: Header, slot: int) -> None:
-        """The snapshot is here and checked: it may be restored from."""
-        if self.frozen:
+        Such a replica must not be overwritten by the same bytes from a sender that may die over it.
+        """
+        try:
+            slots, slot = self.find(identity.rank, identity.generation)
+            held = slots.header(slot)
+        except SnapshotMismatch:
+            return None
+        return held if replace(held, crc32c=identity.crc32c) == identity else None
+
+    def complete(self, header: Header, slot: int, version: int = 0, slots: Slots | None = None) -> None:
+        """The snapshot is here and checked: it may be restored from. `slots` is where it was received.
+
+        Raises:
+            PeerFault: its membership ended while it was under way, or its memory was given up.
+        """
+        if self.frozen or version < self.version:
             raise PeerFault("the membership ended while this snapshot was under way; it was not reported and is not kept")
+        if header.rank not in self._slots or (slots is not None and slots is not self._slots[header.rank]):
+            raise PeerFault(f"the memory for rank {header.rank} was given up while generation {header.generation} was under way")
         self._slots[header.rank].write_header(slot, header)
         self._complete[header.rank][slot] = header.generation
 
@@ -101,11 +127,15 @@ class Transport(abc.ABC):
         """Begin to take and give snapshots; returns this agent's address for peers."""
 
     @abc.abstractmethod
-    async def push(self, address: str, slots: Slots, slot: int, header: Header) -> None:
-        """Send one own slot to the holder at `address`; returns when it has been received and checked there.
+    async def push(self, address: str, outgoing: Outgoing) -> None:
+        """Send a snapshot to the holder at `address`; returns when it has been received and checked there.
+
+        Begins with the chunks that are in place. A holder that is slow to take them makes it take longer and nothing else; a
+        cancelled push has let go of the slot's memory when it ends. Several holders may be pushed to at once.
 
         Raises:
-            PeerFault: the holder is gone or refused it.
+            PeerFault: the holder is gone, or refused it.
+            SnapshotMismatch: the own slot is damaged (Outgoing.header); the holder has not taken it for good.
         """
 
     @abc.abstractmethod
@@ -121,8 +151,3 @@ class Transport(abc.ABC):
     async def close(self) -> None:
         """Stop serving and drop every connection."""
 
-
-async def checksum(slots: Slots, slot: int, header: Header) -> int:
-    """The checksum of a slot's content, computed without holding the event loop."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(None, slots.checksum, slot, header.metadata_bytes, header.payload_bytes)

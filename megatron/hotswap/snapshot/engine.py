@@ -1,7 +1,8 @@
 """Filling and reading a worker's own slots: device to host (D2H) behind the training thread's back, and back again.
 
 Generation g lies in slot g % 2. `begin` hands the whole snapshot to the copy queue and returns at once; completion is the word
-COPIED of the control block, which the agent and the fence look at.
+COPIED of the control block, which the agent and the fence look at. COPIED_BYTES_0/1 say meanwhile how much of the payload is in
+place, so that the agent can send it on behind the copy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 import deadpool_ext
 
-from ..errors import SnapshotMismatch
+from ..errors import SnapshotMismatch, UsageError
 from .layout import HEADER_BYTES, Layout, plan_layout
 from .slots import OWN_SLOTS, ControlBlock, Slots, Word
 
@@ -50,6 +51,7 @@ class SnapshotEngine:
         self._queue: deadpool_ext.CopyQueue | None = None
         self._generations: dict[int, int] = {}  # slot -> generation whose copy was begun
         self._ticket: int | None = None
+        self._registered: int | None = None  # the CUDA device that page-locked the slots
         self._lengths = np.array([t.length_bytes for t in layout.tensors], dtype=np.uint64)
         offsets = np.array([t.offset for t in layout.tensors], dtype=np.uint64)
         payload_at = slots.slot_bytes - layout.payload_bytes
@@ -71,6 +73,7 @@ class SnapshotEngine:
         self.slots.invalidate(slot)
         self.slots.view(slot)[HEADER_BYTES : HEADER_BYTES + len(metadata)] = metadata
         self._control.set(Word.METADATA_BYTES_0 + slot, len(metadata))
+        self._control.set(Word.COPIED_BYTES_0 + slot, 0)
         self._generations[slot] = generation
         queue, stream = self._queue_for(tensors)
         self._ticket = queue.submit(
@@ -80,13 +83,44 @@ class SnapshotEngine:
             self._control.address(Word.COPIED),
             generation + 1,
             stream=stream,
+            # Targets ascend in the order of the layout, whose first tensor is at offset 0: what the word counts are offsets of
+            # the payload. What follows the last tensor (padding) is not copied, so only COPIED says that the payload is whole.
+            progress_address=self._control.address(Word.COPIED_BYTES_0 + slot),
         )
 
     def _queue_for(self, tensors: NamedTensors) -> tuple[deadpool_ext.CopyQueue, int | None]:
         on_device = next((t for _, t in tensors if t.is_cuda), None)
         if self._queue is None:
+            if on_device is not None:
+                self._page_lock(on_device.device.index)
             self._queue = deadpool_ext.CopyQueue(None if on_device is None else on_device.device.index)
         return self._queue, None if on_device is None else torch.cuda.current_stream(on_device.device).cuda_stream
+
+    def _page_lock(self, device: int) -> None:
+        """Once: copies from a device go only to memory that the system cannot move."""
+        length = self.slots.slot_bytes * self.slots.count
+        try:
+            deadpool_ext.host_register(self.slots.address(0), length, device)
+        except RuntimeError as refused:
+            raise UsageError(
+                f"rank {self._rank}: the {length} bytes of its snapshot slots could not be page-locked for CUDA device {device}, which "
+                f"copies to them need: {refused} Raise the limit on locked memory (ulimit -l unlimited; under Slurm, "
+                "PropagateResourceLimitsExcept=MEMLOCK), or put fewer ranks on a node."
+            ) from refused
+        self._registered = device
+
+    def close(self, timeout_s: float = _WAIT_S) -> None:
+        """End the copies and let go of the slots; whoever replaces an engine closes the old one first.
+
+        Raises:
+            SnapshotMismatch: the copy in progress does not end; the slots stay page-locked and must not be unmapped.
+        """
+        if self._queue is not None and not self._queue.close(timeout_s):
+            raise SnapshotMismatch(f"the copy in progress did not end in {timeout_s} s")
+        self._queue = None
+        if self._registered is not None:
+            deadpool_ext.host_unregister(self.slots.address(0), self._registered)
+            self._registered = None
 
     def _addresses(self, tensors: NamedTensors) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         if len(tensors) != len(self.layout.tensors):

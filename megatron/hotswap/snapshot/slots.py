@@ -6,9 +6,12 @@ maps it, so a snapshot outlives its worker, and a job that ends, however it ends
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import errno
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -33,6 +36,8 @@ class Word(enum.IntEnum):
     PROGRESS = 6  # worker: counts phases; a number that stands still is a hang
     METADATA_BYTES_0 = 8  # worker: metadata bytes in slot 0
     METADATA_BYTES_1 = 9
+    COPIED_BYTES_0 = 10  # copy engine: how much of the payload of slot 0 is in place, while COPIED does not say that all is
+    COPIED_BYTES_1 = 11
 
 
 class ControlBlock:
@@ -77,6 +82,8 @@ class Slots:
         self.slot_bytes = slot_bytes
         self.count = count
         self._map = mmap.mmap(fd, slot_bytes * count)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._base = _address(self._map)
         self._view = memoryview(self._map)
 
@@ -85,11 +92,20 @@ class Slots:
         """New slots, their pages present, so that no copy is slowed by a fault and memory that is not there shows now."""
         fd = os.memfd_create("deadpool-slots")
         try:
-            os.posix_fallocate(fd, 0, slot_bytes * count)
-            return cls(fd, slot_bytes, count)
+            if not _huge_pages_for_shared_memory():
+                os.posix_fallocate(fd, 0, slot_bytes * count)
+                return cls(fd, slot_bytes, count)
+            # The advice counts for pages that a mapping brings in, not for those that fallocate makes.
+            os.ftruncate(fd, slot_bytes * count)
+            slots = cls(fd, slot_bytes, count)
+            deadpool_ext.prefault(slots.address(0), slot_bytes * count)
+            return slots
         except OSError:
             os.close(fd)
             raise
+        except RuntimeError as refused:  # of prefault
+            os.close(fd)
+            raise OSError(errno.ENOMEM, str(refused)) from refused
 
     def address(self, slot: int) -> int:
         """Where a slot begins."""
@@ -156,6 +172,14 @@ def require_room(wanted_bytes: int, limit_bytes: int | None, node: str) -> None:
             f"{wanted_bytes - available} bytes are missing; put fewer ranks on a node, raise the limit, or use more "
             "data-parallel ranks, which makes each shard smaller"
         )
+
+
+def _huge_pages_for_shared_memory() -> bool:
+    """Whether this system gives huge pages to shared memory that asks for them: fewer entries to walk for every copy and send."""
+    with contextlib.suppress(OSError):
+        chosen = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+        return any(f"[{mode}]" in chosen for mode in ("always", "within_size", "advise", "force"))
+    return False
 
 
 def _available_bytes() -> int:

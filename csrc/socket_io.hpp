@@ -1,0 +1,31 @@
+// Whole amounts through a connected stream socket, without Python, for threads that move snapshots.
+//
+// The socket may be blocking or not: where it is not ready the thread waits in poll(). There is no timeout; who wants
+// to end a call shuts the socket down from another thread, and it returns at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace deadpool {
+
+// The system's error number, and what was done when it came up. A peer that closed in the middle is ECONNRESET.
+class SocketError : public std::runtime_error {
+ public:
+  SocketError(int number, const std::string& what) : std::runtime_error(what), number_(number) {}
+  int number() const { return number_; }
+
+ private:
+  int number_;
+};
+
+// Sends `head`, then the bytes. Throws SocketError.
+void send_all(int fd, const void* head, std::size_t head_length, std::uint64_t address, std::uint64_t length);
+
+// Receives `length` bytes to `address`; returns the CRC32C of them, going on from `seed`. The checksum is taken of each
+// piece as it comes, while it is in this core's cache. Throws SocketError.
+std::uint32_t recv_all(int fd, std::uint64_t address, std::uint64_t length, std::uint32_t seed = 0);
+
+}  // namespace deadpool

@@ -1,0 +1,275 @@
+"""One TCP connection between two agents: the proof of the job's token, frames, and chunks on a thread of their own.
+
+Every fixed part ends with a CRC32C of itself, and every length is bounded before memory is taken for it. Nothing that arrives is
+unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import itertools
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import deadpool_ext
+
+from ..errors import PeerFault, SnapshotMismatch
+from ..snapshot.layout import HEADER_BYTES, Header
+from .chunks import Chunks
+from .incoming import Incoming
+from .outgoing import Outgoing
+
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_TEXT_BYTES_MAX = 4096
+_CHECK = struct.Struct("<I")
+#: verb, membership version, checksum of the whole (HAVE), length of the text
+_ANSWER = struct.Struct("<4sQII")
+#: membership version, slot bytes, chunk bytes, streams, whether the header's checksum is known yet, name of the transfer
+_OFFER = struct.Struct("<QQIHH16s")
+#: index, length, CRC32C of the chunk
+_CHUNK = struct.Struct("<QII")
+_CHUNK_HEAD_BYTES = _CHUNK.size + _CHECK.size
+_NO_MORE = (1 << 64) - 1
+STREAMS_MAX = 64
+
+#: A machine that went away without a word (power, cable) is noticed after 10 + 3 · 5 s of silence where nothing is on its way;
+#: long before that the coordinator knows by its lease. Without it a dead sender's connection would stay for good.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+
+
+def sealed(body: bytes) -> bytes:
+    """The bytes, then their checksum."""
+    raw = np.frombuffer(body, dtype=np.uint8)
+    return body + _CHECK.pack(deadpool_ext.crc32c(raw.ctypes.data, len(body)))
+
+
+def unsealed(raw: bytes, what: str) -> bytes:
+    """The bytes without their checksum.
+
+    Raises:
+        SnapshotMismatch: it does not match.
+    """
+    body = raw[: -_CHECK.size]
+    if sealed(body) != raw:
+        raise SnapshotMismatch(f"{what} was damaged on its way: its own checksum does not match")
+    return body
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The frame that begins a transfer: what will come, and over how many streams."""
+
+    header: Header
+    version: int
+    slot_bytes: int
+    chunk_bytes: int
+    streams: int
+    known: bool  # whether the header's checksum is that of the content; else it comes last
+    name: bytes  # 16 random bytes by which the streams find their transfer
+
+    BYTES = HEADER_BYTES + _OFFER.size + _CHECK.size
+
+    def pack(self) -> bytes:
+        """BYTES bytes."""
+        rest = _OFFER.pack(self.version, self.slot_bytes, self.chunk_bytes, self.streams, self.known, self.name)
+        return sealed(self.header.pack() + rest)
+
+    def require_sane(self) -> None:
+        """Check the lengths against each other, before memory is taken for them.
+
+        Raises:
+            SnapshotMismatch: they cannot be those of a snapshot.
+        """
+        Chunks(self.slot_bytes, self.header.metadata_bytes, self.header.payload_bytes, self.chunk_bytes)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Offer:
+        """Read one.
+
+        Raises:
+            SnapshotMismatch: it is damaged, or a number in it is out of its bounds.
+        """
+        body = unsealed(raw, "the frame that begins a transfer")
+        version, slot_bytes, chunk_bytes, streams, known, name = _OFFER.unpack_from(body, HEADER_BYTES)
+        if not 1 <= streams <= STREAMS_MAX:
+            raise SnapshotMismatch(f"a transfer has 1 to {STREAMS_MAX} streams, {streams} were announced")
+        return cls(Header.unpack(body[:HEADER_BYTES]), version, slot_bytes, chunk_bytes, streams, bool(known), name)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the other side says to a frame."""
+
+    verb: bytes
+    version: int  # newest membership that it knows
+    crc32c: int
+    text: str
+
+
+class Stream:
+    """A connected socket on the running loop: frames are awaited here, chunks go through a thread without Python's lock."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
+        self.sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._thread: asyncio.Future[None] | None = None
+
+    # ---- frames
+
+    async def write(self, data: bytes) -> None:
+        """All of it."""
+        await self._loop.sock_sendall(self.sock, data)
+
+    async def read(self, length: int) -> bytes:
+        """Exactly so many bytes.
+
+        Raises:
+            PeerFault: the peer closed before the last one.
+        """
+        buffer = bytearray(length)
+        view = memoryview(buffer)
+        while view:
+            count = await self._loop.sock_recv_into(self.sock, view)
+            if count == 0:
+                raise PeerFault("the peer closed the connection in the middle of a transfer")
+            view = view[count:]
+        return bytes(buffer)
+
+    async def answer(self, verb: bytes, version: int, text: str = "", crc32c: int = 0) -> None:
+        """Say something to a frame."""
+        raw = text.encode()[:_TEXT_BYTES_MAX]
+        await self.write(sealed(_ANSWER.pack(verb, version, crc32c, len(raw)) + raw))
+
+    async def read_answer(self) -> Answer:
+        """Hear it.
+
+        Raises:
+            PeerFault: it is damaged or of absurd length.
+        """
+        head = await self.read(_ANSWER.size)
+        verb, version, crc32c, length = _ANSWER.unpack(head)
+        if length > _TEXT_BYTES_MAX:
+            raise PeerFault(f"a text of {length} bytes was announced; at most {_TEXT_BYTES_MAX} are allowed")
+        rest = await self.read(length + _CHECK.size)
+        try:
+            text = unsealed(head + rest, "an answer")[_ANSWER.size :]
+        except SnapshotMismatch as damaged:
+            raise PeerFault(str(damaged)) from damaged
+        return Answer(verb, version, crc32c, text.decode(errors="replace"))
+
+    # ---- the proof
+
+    async def prove_as_client(self, token: str) -> None:
+        """Both sides show that they know the token, and neither learns it from the other.
+
+        Raises:
+            PeerFault: the other side does not know it, or thinks so of this one.
+        """
+        theirs = await self.read(_NONCE_BYTES)
+        mine = os.urandom(_NONCE_BYTES)
+        await self.write(mine + _proof(token, b"client", theirs, mine))
+        try:
+            proof = await self.read(_PROOF_BYTES)
+        except PeerFault as closed:
+            raise PeerFault("it does not accept this job's token") from closed
+        if not hmac.compare_digest(proof, _proof(token, b"server", theirs, mine)):
+            raise PeerFault("it does not know this job's token, so it is no agent of this job")
+
+    async def prove_as_server(self, token: str) -> None:
+        """The other half of `prove_as_client`. The client has to show its knowledge first."""
+        mine = os.urandom(_NONCE_BYTES)
+        await self.write(mine)
+        said = await self.read(_NONCE_BYTES + _PROOF_BYTES)
+        theirs = said[:_NONCE_BYTES]
+        if not hmac.compare_digest(said[_NONCE_BYTES:], _proof(token, b"client", mine, theirs)):
+            raise PeerFault("a stranger")
+        await self.write(_proof(token, b"server", mine, theirs))
+
+    # ---- chunks
+
+    def in_thread(self, work: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
+        """Run `work(fd, *arguments)` on a thread of its own, so that no number of stalled peers can use up a pool."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        done.add_done_callback(lambda f: f.cancelled() or f.exception())  # looked at by who waits, else of no interest
+        ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread = ended
+
+        def settle(error: BaseException | None) -> None:
+            ended.set_result(None)
+            if not done.cancelled():
+                done.set_result(None) if error is None else done.set_exception(error)
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                work(self.sock.fileno(), *arguments)
+            except BaseException as broken:
+                error = broken
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(settle, error)
+
+        threading.Thread(target=run, name="deadpool-h2h", daemon=True).start()
+        return done
+
+    def cut(self) -> None:
+        """End whatever uses the socket, at once."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    async def thread_ended(self) -> None:
+        """Wait until no thread uses the socket or the slot that it was given."""
+        if self._thread is not None:
+            await asyncio.wait([self._thread])
+
+    async def close(self) -> None:
+        """Cut, and give the descriptor back once no thread has it."""
+        self.cut()
+        await self.thread_ended()
+        self.sock.close()
+
+
+def _proof(token: str, side: bytes, of_server: bytes, of_client: bytes) -> bytes:
+    """The side is part of it, else a server could answer with what a client said to it."""
+    return hmac.new(token.encode(), side + of_server + of_client, hashlib.sha256).digest()
+
+
+def send_chunks(fd: int, outgoing: Outgoing, deal: Iterator[int], stop: threading.Event) -> None:
+    """Thread of a stream that sends: the next chunk that no other stream has, until there are none."""
+    chunks, base = len(outgoing.chunks), outgoing.base
+    while (index := next(deal)) < chunks and not stop.is_set():
+        offset, length, crc = outgoing.take(index, stop)
+        deadpool_ext.send_all(fd, base + offset, length, sealed(_CHUNK.pack(index, length, crc)))
+    deadpool_ext.send_all(fd, 0, 0, sealed(_CHUNK.pack(_NO_MORE, 0, 0)))
+
+
+def receive_chunks(fd: int, incoming: Incoming) -> None:
+    """Thread of a stream that receives: straight into the slot, until the other side says that no more come."""
+    buffer = np.zeros(_CHUNK_HEAD_BYTES, dtype=np.uint8)
+    while True:
+        deadpool_ext.recv_all(fd, buffer.ctypes.data, _CHUNK_HEAD_BYTES)
+        index, length, promised = _CHUNK.unpack(unsealed(buffer.tobytes(), "the head of a chunk"))
+        if index == _NO_MORE:
+            return
+        found = deadpool_ext.recv_all(fd, incoming.place(index, length), length)
+        incoming.arrived(index, found, promised)
+
+
+def deal() -> Iterator[int]:
+    """0, 1, 2, … for several threads: each number goes to one of them (count.__next__ is atomic)."""
+    return itertools.count()
