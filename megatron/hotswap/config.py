@@ -13,6 +13,8 @@ from pathlib import Path
 
 from .errors import UsageError
 
+TRANSPORTS = ("tcp", "mpi", "nixl")
+
 
 @dataclass(frozen=True)
 class HotSwapConfig:
@@ -27,6 +29,7 @@ class HotSwapConfig:
     wait_for_spare_s: float
     host_memory_max_bytes: int | None
     interface: str | None
+    transport: str
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "heartbeat_interval_s", "halt_timeout_s", "resume_timeout_s", "collective_timeout_s"):
@@ -108,6 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="address of the network interface that snapshots travel over (default: the one that reaches the coordinator)",
     )
+    add(
+        "--hot-swap-transport",
+        choices=TRANSPORTS,
+        default="tcp",
+        help="what moves snapshots between nodes: tcp, MPI (mpi4py) or NIXL (RDMA where there is some); docs/transports.md "
+        "says what each needs (default: %(default)s)",
+    )
     return parser
 
 
@@ -123,6 +133,7 @@ def from_namespace(args: argparse.Namespace) -> HotSwapConfig:
         wait_for_spare_s=args.hot_swap_wait_for_spare_s,
         host_memory_max_bytes=args.hot_swap_host_memory_max_bytes,
         interface=args.hot_swap_interface,
+        transport=args.hot_swap_transport,
     )
 
 

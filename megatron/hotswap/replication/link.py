@@ -7,7 +7,6 @@ process is killed. So a library that never notices its peer's death does not hav
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
@@ -15,7 +14,8 @@ import msgspec
 
 from ..errors import PeerFault, SnapshotMismatch
 from .side import SideProcess
-from .wire import Stream
+from .tcp_stream import Stream
+from .wire import read_message, write_message
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -39,9 +39,10 @@ class Up(_Message, frozen=True):
 
 
 class Push(_Message, frozen=True):
-    """I have a snapshot for you, in chunks of this size. Its header's checksum is right only in Finish."""
+    """I have a snapshot for you, in chunks of this size. Unless `known`, its header's checksum is right only in Finish."""
 
     header: bytes
+    known: bool
     version: int
     slot_bytes: int
     chunk_bytes: int
@@ -86,8 +87,14 @@ class Give(_Message, frozen=True):
     chunk_bytes: int
 
 
+class Have(_Message, frozen=True):
+    """This snapshot seems to be here already, with this checksum. If yours is another, push it as known."""
+
+    crc32c: int
+
+
 class Stored(_Message, frozen=True):
-    """The snapshot is here and checked; or it was here before."""
+    """The snapshot is here and checked."""
 
 
 class Refused(_Message, frozen=True):
@@ -97,7 +104,7 @@ class Refused(_Message, frozen=True):
     mismatch: bool = False
 
 
-Message = Open | Exchange | Up | Push | Fetch | Go | Chunk | Got | Finish | Give | Stored | Refused
+Message = Open | Exchange | Up | Push | Fetch | Go | Have | Chunk | Got | Finish | Give | Stored | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
@@ -153,7 +160,7 @@ class Link:
             raise self.failure
         try:
             async with self._writing:
-                await self._stream.write_frame(_encode(message))
+                await write_message(self._stream, _encode(message))
         except OSError as broken:
             self.fail(PeerFault(f"the link broke: {broken}"))
             assert self.failure is not None
@@ -199,15 +206,14 @@ class Link:
             return
         self.failure = failure
         self._failed.set_result(None)
-        self._stream.shutdown()
+        self._stream.cut()
         self._inbox.put_nowait(None)
         self.side.fail(failure)
 
     async def gone(self) -> None:
         """Wait until nothing of a failed link is left: its side process can write into no slot any more."""
         await self.side.dead()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(self._reader)
+        await asyncio.shield(self._reader)
 
     async def _exchange(self, blob: bytes) -> bytes:
         await self.send(Exchange(blob))
@@ -217,11 +223,11 @@ class Link:
     async def _read(self) -> None:
         try:
             while True:
-                self._inbox.put_nowait(_decode(await self._stream.read_frame()))
+                self._inbox.put_nowait(_decode(await read_message(self._stream)))
         except (OSError, PeerFault) as broken:
             self.fail(PeerFault(f"the other end of the link is gone: {broken}"))
         except msgspec.MsgspecError as noise:
             self.fail(PeerFault(f"the other end sent what is no message: {noise}"))
         finally:
             async with self._writing:  # closing under a write would leave the loop with a dead descriptor
-                self._stream.close()
+                await self._stream.close()

@@ -22,10 +22,11 @@ from ..snapshot.layout import Header
 from ..snapshot.slots import REPLICA_SLOTS, Slots
 from . import wire
 from .chunks import Chunks
-from .link import Chunk, Fetch, Finish, Give, Go, Got, Link, Push, Refusal, Stored
 from .incoming import Incoming
+from .link import Chunk, Fetch, Finish, Give, Go, Got, Have, Link, Push, Refusal, Stored
 from .outgoing import Outgoing
 from .side import Exchange, SideProcess
+from .tcp_stream import Stream
 from .transfer import ReplicaStore, Reserve, Transport
 
 #: Chunks offered and not yet acknowledged. Eight of 4 MiB keep a 400 Gbit/s link busy for 0.6 ms, several times a round trip.
@@ -96,12 +97,17 @@ class LinkedTransport(Transport):
 
     async def push(self, address: str, outgoing: Outgoing) -> None:
         async with self._link_to(address) as link:
-            chunks = outgoing.chunks
             try:
-                await link.send(Push(outgoing.identity.pack(), outgoing.version, chunks.slot_bytes, chunks.chunk_bytes))
-                if isinstance(await link.receive(Go, Stored), Go):
-                    await self._send(link, outgoing)
-                    await link.receive(Stored)
+                await link.send(_push_of(outgoing, outgoing.identity, known=outgoing.promised is not None))
+                answer = await link.receive(Go, Have)
+                if isinstance(answer, Have):
+                    header = await link.unless_failed(outgoing.header())
+                    if header.crc32c == answer.crc32c:
+                        return
+                    await link.send(_push_of(outgoing, header, known=True))  # the same step, run again with other bytes
+                    await link.receive(Go)
+                await self._send(link, outgoing)
+                await link.receive(Stored)
             except Refusal as refused:
                 what = f"rank {outgoing.rank}, generation {outgoing.generation}"
                 raise refused.saying(f"the holder at {address} refused {what}") from refused
@@ -118,7 +124,7 @@ class LinkedTransport(Transport):
                 await link.send(Go())
                 incoming = Incoming(slots, slot, identity, given.chunk_bytes)
                 header = await self._receive(link, incoming)
-                incoming.finish(header)
+                await _finish(incoming, header)
             except Refusal as refused:
                 if refused.mismatch:
                     raise SnapshotMismatch(f"the holder at {address} does not give it: {refused}") from refused
@@ -196,7 +202,7 @@ class LinkedTransport(Transport):
         except Refusal as refused:
             refused.in_order = False  # chunks are under way that nobody takes any more
             raise
-        await link.send(Finish((await outgoing.header()).pack()))
+        await link.send(Finish((await link.unless_failed(outgoing.header())).pack()))
 
     async def _receive(self, link: Link, incoming: Incoming) -> Header:
         """Take every chunk, several at a time; returns the header that came after them."""
@@ -228,16 +234,14 @@ class LinkedTransport(Transport):
         with listener:
             while True:
                 sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-                self._spawn(self._serve_one(wire.Stream(sock), replicas))
+                self._spawn(self._serve_one(Stream(sock), replicas))
 
-    async def _serve_one(self, stream: wire.Stream, replicas: ReplicaStore) -> None:
+    async def _serve_one(self, stream: Stream, replicas: ReplicaStore) -> None:
         try:
             async with asyncio.timeout(wire.CONNECT_TIMEOUT_S):
-                known = await wire.admit(stream, self._token)
-        except (OSError, TimeoutError, PeerFault):
-            known = False
-        if not known:
-            stream.close()
+                await stream.prove_as_server(self._token)
+        except (OSError, PeerFault):
+            await stream.close()
             return
         link = Link(stream, self._take_side())
         self._serving.add(link)
@@ -261,8 +265,9 @@ class LinkedTransport(Transport):
         try:
             Chunks(push.slot_bytes, identity.metadata_bytes, identity.payload_bytes, push.chunk_bytes)
             replicas.admit(identity, push.version)
-            if replicas.held_as(identity) is not None:
-                await link.send(Stored())
+            held = replicas.held_as(identity)
+            if held is not None and (not push.known or held == identity):
+                await link.send(Have(held.crc32c))
                 return
             await self._stop_earlier(identity)
             slots, slot = replicas.reserve(identity, push.slot_bytes, push.version)
@@ -279,8 +284,8 @@ class LinkedTransport(Transport):
                 await link.refuse(damaged)
                 raise
             try:
-                incoming.finish(header)
-                replicas.complete(header, slot, push.version)
+                await _finish(incoming, header)
+                replicas.complete(header, slot, push.version, slots)
             except HotSwapError as late:
                 await link.refuse(late)
                 return
@@ -299,9 +304,8 @@ class LinkedTransport(Transport):
         while (earlier := self._receiving.get(key)) is not None:
             link, generation = earlier
             if generation > identity.generation:
-                raise PeerFault(
-                    f"generation {identity.generation} of rank {identity.rank} is older than generation {generation}, which is under way here"
-                )
+                older = f"generation {identity.generation} of rank {identity.rank}"
+                raise PeerFault(f"{older} is older than generation {generation}, which is under way here")
             link.fail(PeerFault(f"generation {identity.generation} of rank {identity.rank} came while {generation} was under way"))
             await link.gone()
             if self._receiving.get(key) is earlier:
@@ -320,6 +324,14 @@ class LinkedTransport(Transport):
             await self._send(link, outgoing)
         except SnapshotMismatch as damaged:
             await link.refuse(damaged)
+
+
+async def _finish(incoming: Incoming, header: Header) -> None:
+    await asyncio.get_running_loop().run_in_executor(None, incoming.finish, header)
+
+
+def _push_of(outgoing: Outgoing, header: Header, *, known: bool) -> Push:
+    return Push(header.pack(), known, outgoing.version, outgoing.chunks.slot_bytes, outgoing.chunks.chunk_bytes)
 
 
 async def _link_here(*sides: SideProcess) -> None:
