@@ -132,6 +132,7 @@ class Link:
         self.failure: PeerFault | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stream = stream
+        self._refused: Refused | None = None  # said by the other end and not yet heard here
         self._writing = asyncio.Lock()
         self._inbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self._reader = asyncio.get_running_loop().create_task(self._read())
@@ -185,6 +186,7 @@ class Link:
         if isinstance(message, kinds):
             return message
         if isinstance(message, Refused):
+            self._refused = None
             raise Refusal(message.reason, message.mismatch)
         raise PeerFault(f"the other end sent {type(message).__name__} where {' or '.join(k.__name__ for k in kinds)} was due")
 
@@ -223,8 +225,13 @@ class Link:
     async def _read(self) -> None:
         try:
             while True:
-                self._inbox.put_nowait(_decode(await read_message(self._stream)))
+                message = _decode(await read_message(self._stream))
+                self._inbox.put_nowait(message)
+                if isinstance(message, Refused):
+                    self._refused = message
         except (OSError, PeerFault) as broken:
+            if self._refused is not None:  # whoever waits for something else is to hear why
+                self.fail(Refusal(self._refused.reason, self._refused.mismatch, in_order=False))
             self.fail(PeerFault(f"the other end of the link is gone: {broken}"))
         except msgspec.MsgspecError as noise:
             self.fail(PeerFault(f"the other end sent what is no message: {noise}"))

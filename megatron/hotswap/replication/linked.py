@@ -191,10 +191,10 @@ class LinkedTransport(Transport):
                 if under_way == _WINDOW:
                     await link.receive(Got)
                     under_way -= 1
-                self._tag = (self._tag + 1) % _TAGS
+                tag = self._tag = (self._tag + 1) % _TAGS
                 begin = outgoing.base - outgoing.slots.address(0) + offset
-                ticket = await link.side.offer(outgoing.slots, begin, length, self._tag)
-                await link.send(Chunk(index, length, crc, self._tag, ticket))
+                ticket = await link.side.offer(outgoing.slots, begin, length, tag)
+                await link.send(Chunk(index, length, crc, tag, ticket))
                 under_way += 1
                 self.bytes_sent += length
             for _ in range(under_way):
