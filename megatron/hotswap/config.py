@@ -98,6 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="S",
         help="how long a rank without a spare is waited for before the job ends with code 75 (default: %(default)s)",
     )
+    _add_resources(group)
+    return parser
+
+
+def _add_resources(group: argparse._ArgumentGroup) -> None:
+    """What of the node may be used, and how."""
+    add = group.add_argument
     add(
         "--hot-swap-host-memory-max-bytes",
         type=int,
@@ -118,7 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="what moves snapshots between nodes: tcp, MPI (mpi4py) or NIXL (RDMA where there is some); docs/transports.md "
         "says what each needs (default: %(default)s)",
     )
-    return parser
 
 
 def from_namespace(args: argparse.Namespace) -> HotSwapConfig:

