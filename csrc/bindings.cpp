@@ -284,6 +284,14 @@ void bind_sockets(py::module_& module) {
       py::arg("fd"), py::arg("address"), py::arg("length"), py::arg("head") = py::bytes(),
       "Send head, then length bytes from address.");
   module.def(
+      "send_summed",
+      [](int fd, uint64_t address, uint64_t length, const py::bytes& head) {
+        const auto bytes = static_cast<std::string_view>(head);
+        return with_os_errors([&] { return deadpool::send_summed(fd, bytes.data(), bytes.size(), address, length); });
+      },
+      py::arg("fd"), py::arg("address"), py::arg("length"), py::arg("head") = py::bytes(),
+      "Send head, then length bytes from address; returns the CRC32C of these.");
+  module.def(
       "recv_all",
       [](int fd, uint64_t address, uint64_t length, uint32_t seed) {
         return with_os_errors([&] { return deadpool::recv_all(fd, address, length, seed); });

@@ -81,15 +81,12 @@ struct FlagStore {
   std::uint64_t value;
 };
 
-// Those of one job. Made here and not where it is used, so that a leak on a lost device has this name in its trace.
-struct FlagStores {
-  static FlagStores* make(std::size_t count) {
-    auto* stores = new FlagStores;
-    stores->all.reserve(count);  // never grows after: the driver has pointers into it
-    return stores;
-  }
-  std::vector<FlagStore> all;
-};
+// Those of one job. A function of its own, so that a leak on a lost device has this name in its trace.
+std::vector<FlagStore>* make_flag_stores(std::size_t count) {
+  auto* stores = new std::vector<FlagStore>;
+  stores->reserve(count);  // never grows after: the driver has pointers into it
+  return stores;
+}
 
 struct Batch {
   std::vector<std::uint64_t> sources, destinations, lengths;
@@ -181,13 +178,13 @@ class CudaBackend : public CopyBackend {
     // Each store's pointer is the driver's once launched. All are freed below, once the stream has passed them, and not
     // at all if the device fails: whether the driver still uses them cannot be known then.
     const std::vector<Batch> batches = divide(job);
-    auto* stores = FlagStores::make(batches.size() + 1);
+    auto* stores = make_flag_stores(batches.size() + 1);
     for (const Batch& batch : batches) {
       if (!batch.lengths.empty() && !copy_batch(batch)) copy_one_by_one(batch);
       if (job.progress != nullptr && !batch.lengths.empty())
-        store_after_copies(stores->all.emplace_back(FlagStore{job.progress, batch.end - job.progress_base}));
+        store_after_copies(stores->emplace_back(FlagStore{job.progress, batch.end - job.progress_base}));
     }
-    store_after_copies(stores->all.emplace_back(FlagStore{job.flag, job.flag_value}));
+    store_after_copies(stores->emplace_back(FlagStore{job.flag, job.flag_value}));
     check(cudaEventRecord(finished_->get(), stream_->get()), "cudaEventRecord", kDeviceLost);
     check(cudaEventSynchronize(finished_->get()), "cudaEventSynchronize", kDeviceLost);
     delete stores;

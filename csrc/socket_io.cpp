@@ -15,7 +15,8 @@
 namespace deadpool {
 namespace {
 
-// What one core still has in its second-level cache (512 KiB and more on servers of today) when it looks again.
+// What one core still has in its second-level cache (512 KiB and more on servers of today) when it looks again, the
+// kernel's copy and what else runs there included.
 constexpr std::uint64_t kPiece = std::uint64_t{256} << 10;
 
 void wait_until_ready(int fd, short events) {
@@ -26,10 +27,7 @@ void wait_until_ready(int fd, short events) {
 
 bool not_ready(int number) { return number == EAGAIN || number == EWOULDBLOCK; }
 
-}  // namespace
-
-void send_all(int fd, const void* head, std::size_t head_length, std::uint64_t address, std::uint64_t length) {
-  check_range(address, length, "address");
+void send_two(int fd, const void* head, std::size_t head_length, std::uint64_t address, std::uint64_t length) {
   iovec parts[2] = {{const_cast<void*>(head), head_length}, {reinterpret_cast<void*>(address), length}};
   msghdr message{};
   message.msg_iov = parts;
@@ -55,11 +53,37 @@ void send_all(int fd, const void* head, std::size_t head_length, std::uint64_t a
   }
 }
 
+std::uint32_t send_pieces(int fd, const void* head, std::size_t head_length, std::uint64_t address,
+                          std::uint64_t length, std::uint64_t longest, bool summed) {
+  check_range(address, length, "address");
+  std::uint32_t crc = 0;
+  std::uint64_t sent = 0;
+  do {
+    const std::uint64_t piece = std::min(longest, length - sent);
+    if (summed) crc = crc32c(reinterpret_cast<const void*>(address + sent), piece, crc);
+    send_two(fd, head, head_length, address + sent, piece);
+    head_length = 0;
+    sent += piece;
+  } while (sent < length);
+  return crc;
+}
+
+}  // namespace
+
+void send_all(int fd, const void* head, std::size_t head_length, std::uint64_t address, std::uint64_t length) {
+  send_pieces(fd, head, head_length, address, length, length, false);
+}
+
+std::uint32_t send_summed(int fd, const void* head, std::size_t head_length, std::uint64_t address,
+                          std::uint64_t length) {
+  return send_pieces(fd, head, head_length, address, length, kPiece, true);
+}
+
 std::uint32_t recv_all(int fd, std::uint64_t address, std::uint64_t length, std::uint32_t seed) {
   check_range(address, length, "address");
   for (std::uint64_t got = 0; got < length;) {
     auto* to = reinterpret_cast<void*>(address + got);
-    const ssize_t count = recv(fd, to, std::min(kPiece, length - got), 0);
+    const ssize_t count = recv(fd, to, std::min(kPiece, length - got), MSG_WAITALL);
     if (count < 0) {
       if (errno == EINTR) continue;
       if (!not_ready(errno))

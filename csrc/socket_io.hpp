@@ -1,7 +1,8 @@
 // Whole amounts through a connected stream socket, without Python, for threads that move snapshots.
 //
-// The socket may be blocking or not: where it is not ready the thread waits in poll(). There is no timeout; who wants
-// to end a call shuts the socket down from another thread, and it returns at once.
+// The socket should be blocking: then the kernel waits, and a call moves all that it can; on one that is not, the thread
+// waits in poll(), at two more system calls each time. There is no timeout; who wants to end a call shuts the socket
+// down from another thread, and it returns at once.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +24,11 @@ class SocketError : public std::runtime_error {
 
 // Sends `head`, then the bytes. Throws SocketError.
 void send_all(int fd, const void* head, std::size_t head_length, std::uint64_t address, std::uint64_t length);
+
+// The same, and returns the CRC32C of the bytes without the head: taken of each piece just before it is sent, so that
+// memory is read once for both.
+std::uint32_t send_summed(int fd, const void* head, std::size_t head_length, std::uint64_t address,
+                          std::uint64_t length);
 
 // Receives `length` bytes to `address`; returns the CRC32C of them, going on from `seed`. The checksum is taken of each
 // piece as it comes, while it is in this core's cache. Throws SocketError.

@@ -19,6 +19,7 @@ from deadpool_ext._engine import (
     prefault,
     recv_all,
     send_all,
+    send_summed,
     store_u64,
     wait_u64_at_least,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "prefault",
     "recv_all",
     "send_all",
+    "send_summed",
     "store_u64",
     "wait_u64_at_least",
 ]

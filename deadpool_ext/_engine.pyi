@@ -66,6 +66,9 @@ def send_all(fd: int, address: int, length: int, head: bytes = b"") -> None:
     Waits as long as the peer does not read. To end it, shut the socket down from another thread; close it only after.
     """
 
+def send_summed(fd: int, address: int, length: int, head: bytes = b"") -> int:
+    """send_all that returns the CRC32C of the bytes (not the head), taken piece by piece while they are in cache."""
+
 def recv_all(fd: int, address: int, length: int, seed: int = 0) -> int:
     """Receive length bytes to address; returns their CRC32C, going on from seed. OSError where the socket breaks, a
     ConnectionResetError where the peer closes before the last byte. To end it, shut the socket down."""

@@ -112,6 +112,41 @@ void test_the_callers_device_is_checked_and_kept() {
                scene.queue->submit(&none, &none, &none, 1, address(&scene.flag), 1));
 }
 
+void test_progress_follows_the_batches(bool batch) {
+  fake_cuda::reset();
+  fake_cuda::batch_supported = batch;
+  constexpr std::size_t mib = std::size_t{1} << 20;
+  const std::vector<unsigned char> tensors(150 * mib, 3);
+  std::vector<unsigned char> slot(tensors.size() + 64, 0);
+  fake_cuda::make_device_memory(tensors.data(), tensors.size());
+  cuda_api().host_register(address(slot.data()), slot.size(), kDevice);
+  const std::uint64_t lengths[] = {10 * mib, 139 * mib, mib};  // the second is cut, twice
+  const std::uint64_t sources[] = {address(&tensors[0]), address(&tensors[10 * mib]), address(&tensors[149 * mib])};
+  const std::uint64_t targets[] = {address(&slot[0]), address(&slot[10 * mib]), address(&slot[149 * mib + 64])};
+  std::uint64_t flag = 0, progress = 0;
+  cudaStream_t training = fake_cuda::new_stream();
+  {
+    CopyQueue queue(cuda_api().make_backend(kDevice));
+    const auto ticket =
+        queue.submit(sources, targets, lengths, 3, address(&flag), 1, address(training), address(&progress));
+    std::uint64_t seen = 0;
+    while (seen < 150 * mib + 64) {
+      const std::uint64_t now = load_u64(&progress);
+      if (now == seen) continue;
+      CHECK(now == 64 * mib || now == 128 * mib || now == 150 * mib + 64);
+      for (std::uint64_t i = seen; i < now; i += 4099) CHECK(slot[i] == 3 || (i >= 149 * mib && i < 149 * mib + 64));
+      CHECK(slot[now - 1] == 3);
+      seen = now;
+    }
+    CHECK(queue.wait(ticket, kPatience_s));
+    CHECK(load_u64(&flag) == 1);
+    CHECK(queue.bytes_copied() == 150 * mib);
+  }
+  fake_cuda::delete_stream(training);
+  CHECK(fake_cuda::batches == (batch ? 3 : 0) && fake_cuda::single_copies == (batch ? 0 : 5));
+  CHECK(fake_cuda::live_streams == 0 && fake_cuda::live_events == 0);
+}
+
 void test_no_entries_still_set_the_flag() {
   Scene scene;
   const auto ticket =
@@ -123,7 +158,7 @@ void test_no_entries_still_set_the_flag() {
 }  // namespace
 
 // On a lost device the driver may still hold the pointer, so cuda_copy.cpp does not free it.
-extern "C" const char* __lsan_default_suppressions() { return "leak:FlagStore"; }
+extern "C" const char* __lsan_default_suppressions() { return "leak:make_flag_stores"; }
 
 int main() {
   CHECK(!cuda_api().unavailable_reason());
@@ -132,6 +167,8 @@ int main() {
   test_a_lost_device_fails_the_ticket_and_leaves_the_flag();
   test_pageable_memory_is_refused();
   test_the_callers_device_is_checked_and_kept();
+  test_progress_follows_the_batches(CUDART_VERSION >= 12080);
+  test_progress_follows_the_batches(false);
   test_no_entries_still_set_the_flag();
   std::puts("all passed");
   return 0;

@@ -1,7 +1,12 @@
 // The engine's core without Python, for the sanitizers: tests/unit/test_engine_native.py builds and runs this with the
 // address and undefined-behaviour sanitizers, with the thread sanitizer, and for AArch64.
 
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -17,6 +22,7 @@
 #include "../copy_queue.hpp"
 #include "../crc32c.hpp"
 #include "../memory.hpp"
+#include "../socket_io.hpp"
 #include "../text.hpp"
 #include "check.hpp"
 
@@ -132,6 +138,79 @@ void test_the_flag_comes_last() {
   CHECK(queue.bytes_copied() == length);
   CHECK(slot == source);
   CHECK(queue.wait(1, kPatience_s));
+}
+
+void test_progress_is_a_whole_prefix() {
+  const std::vector<unsigned char> source(std::size_t{40} << 20, 7);
+  std::vector<unsigned char> slot(source.size() + 1000);
+  const std::uint64_t first = 100, second = source.size() - first, gap = 500;
+  const std::uint64_t sources[] = {address(source.data()), address(source.data()), address(source.data() + first)};
+  const std::uint64_t targets[] = {address(slot.data()), address(slot.data()), address(slot.data() + first + gap)};
+  const std::uint64_t lengths[] = {0, first, second};
+  std::uint64_t flag = 0, progress = 0;
+  CopyQueue queue(std::make_unique<MemoryBackend>());
+  queue.submit(sources, targets, lengths, 3, address(&flag), 1, std::nullopt, address(&progress));
+  std::uint64_t seen = 0;
+  int steps = 0;
+  while (seen < first + gap + second) {
+    const std::uint64_t now = load_u64(&progress);
+    CHECK(now >= seen);
+    if (now == seen) continue;
+    ++steps;
+    for (std::uint64_t i = seen; i < now; i += 997) CHECK((i >= first && i < first + gap) || slot[i] == 7);
+    CHECK(slot[now - 1] == 7);
+    seen = now;
+  }
+  CHECK(steps >= 1);
+  CHECK(queue.wait(1, kPatience_s) && load_u64(&flag) == 1);
+  const std::uint64_t falling[] = {targets[2], targets[1]}, two[] = {10, 10}, from[] = {sources[1], sources[1]};
+  CHECK_THROWS(std::invalid_argument, "must ascend",
+               queue.submit(from, falling, two, 2, address(&flag), 2, std::nullopt, address(&progress)));
+  CHECK_THROWS(std::invalid_argument, "progress_address must be a multiple of 8",
+               queue.submit(from, targets, two, 1, address(&flag), 2, std::nullopt, address(&progress) + 4));
+}
+
+void test_sockets_move_whole_amounts(Random& random, bool blocking) {
+  int fds[2];
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+  if (!blocking)
+    for (const int fd : fds) CHECK(fcntl(fd, F_SETFL, O_NONBLOCK) == 0);
+  std::vector<unsigned char> data(3000001), arrived(data.size());
+  for (auto& byte : data) byte = static_cast<unsigned char>(random.next());
+  const std::uint32_t expected = crc32c(data.data(), data.size());
+  char head[5] = {};
+  std::thread sender([&] {
+    CHECK(send_summed(fds[0], "head1", 5, address(data.data()), data.size()) == expected);
+    send_all(fds[0], "head2", 5, address(data.data()), data.size());
+    CHECK(send_summed(fds[0], "head3", 5, 0, 0) == 0);
+  });
+  for (const char number : {'1', '2'}) {
+    recv_all(fds[1], address(head), 5);
+    CHECK(head[4] == number);
+    std::fill(arrived.begin(), arrived.end(), 0);
+    CHECK(recv_all(fds[1], address(arrived.data()), arrived.size()) == expected);
+    CHECK(arrived == data);
+  }
+  recv_all(fds[1], address(head), 5);
+  CHECK(head[4] == '3');
+  sender.join();
+  // Shutting down ends a call that waits, on either side.
+  std::thread stuck([&] {
+    CHECK_THROWS(SocketError, "closed the connection after 0 of 5 bytes", recv_all(fds[1], address(head), 5));
+  });
+  std::thread full([&] {
+    try {
+      for (;;) send_all(fds[1], "", 0, address(data.data()), data.size());
+    } catch (const SocketError& error) {
+      CHECK(error.number() == EPIPE || error.number() == ECONNRESET);
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  shutdown(fds[1], SHUT_RDWR);
+  stuck.join();
+  full.join();
+  CHECK_THROWS(std::invalid_argument, "null", send_all(fds[0], "", 0, 0, 1));
+  for (const int fd : fds) close(fd);
 }
 
 void test_many_threads_submit_and_wait(Random& random) {
@@ -286,6 +365,9 @@ int main(int argc, char** argv) {
   Random random{seed};
   test_copies_are_in_order_and_whole_when_the_flag_is_seen(random);
   test_the_flag_comes_last();
+  test_progress_is_a_whole_prefix();
+  test_sockets_move_whole_amounts(random, true);
+  test_sockets_move_whole_amounts(random, false);
   test_many_threads_submit_and_wait(random);
   test_close_finishes_the_running_job_and_drops_the_others(random);
   test_a_failed_copy_fails_its_ticket_and_all_later_ones(random);

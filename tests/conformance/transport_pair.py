@@ -51,15 +51,16 @@ def on_a_loop(test):
     return run
 
 
-def snapshot(rank=3, generation=7, run=RUN, seed=0):
+def snapshot(rank=3, generation=7, run=RUN, seed=0, payload_bytes=PAYLOAD_BYTES):
     """Own slots with one snapshot of random bytes, as an agent has them before it pushes."""
-    slots = Slots.create(SLOT_BYTES, 2)
+    slot_bytes = SLOT_BYTES - PAYLOAD_BYTES + payload_bytes
+    slots = Slots.create(slot_bytes, 2)
     slot = generation % 2
     view = slots.view(slot)
     view[HEADER_BYTES : HEADER_BYTES + METADATA_BYTES] = os.urandom(METADATA_BYTES)
-    view[SLOT_BYTES - PAYLOAD_BYTES :] = os.urandom(PAYLOAD_BYTES)
-    crc = slots.checksum(slot, METADATA_BYTES, PAYLOAD_BYTES)
-    header = Header(run, rank, generation, bytes([seed] * 32), METADATA_BYTES, PAYLOAD_BYTES, crc)
+    view[slot_bytes - payload_bytes :] = os.urandom(payload_bytes)
+    crc = slots.checksum(slot, METADATA_BYTES, payload_bytes)
+    header = Header(run, rank, generation, bytes([seed] * 32), METADATA_BYTES, payload_bytes, crc)
     slots.write_header(slot, header)
     return slots, slot, header
 

@@ -26,12 +26,10 @@ from ..replication.transfer import ReplicaStore
 from ..replication.transports import make_transport
 from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import OWN_SLOTS, REPLICA_SLOTS, Slots, Word, require_room
-from . import local
+from . import local, own_snapshot
 from .inject import strike
 from .worker_process import WorkerProcess
 
-#: How often the flag of a copy in progress is looked at. A snapshot waits at most this long before it is sent on.
-_COPY_POLL_S = 0.001
 #: How often workers are looked at. The end of one is known at once, by its link; this finds one that is stopped.
 _LIFE_CHECK_INTERVAL_S = 0.25
 _END_CHECK_S = 0.005
@@ -202,6 +200,7 @@ class Agent:
 
     def _start(self, message: m.Start) -> None:
         self._membership = message.membership
+        self._replicas.version = message.membership.version
         for rank, member in enumerate(message.membership.members):
             if member.incarnation == self.incarnation:
                 self._give_rank(
@@ -237,6 +236,7 @@ class Agent:
 
     def _resume(self, message: m.Resume) -> None:
         before, self._membership = self._membership, message.membership
+        self._replicas.version = message.membership.version
         self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))
         if before is None or before.holders != message.membership.holders or before.members != message.membership.members:
             mine = {r for r, h in enumerate(message.membership.holders) if message.membership.members[h].incarnation == self.incarnation}
@@ -401,29 +401,32 @@ class Agent:
 
     async def _replicate(self, worker: WorkerProcess, generation: int) -> None:
         assert worker.slots is not None and worker.rank is not None and worker.layout_hash is not None and self._membership is not None
-        slots, slot, membership = worker.slots, generation % OWN_SLOTS, self._membership
-        while worker.control.get(Word.COPIED) < generation + 1:
-            await asyncio.sleep(_COPY_POLL_S)
-        metadata_bytes = worker.control.get(Word.METADATA_BYTES_0 + slot)
-        payload_bytes = slots.slot_bytes - HEADER_BYTES - worker.metadata_room_bytes
-        loop = asyncio.get_running_loop()
-        crc = await loop.run_in_executor(None, slots.checksum, slot, metadata_bytes, payload_bytes)
-        header = Header(self.place.run_id, worker.rank, generation, worker.layout_hash, metadata_bytes, payload_bytes, crc)
-        slots.write_header(slot, header)
+        membership = self._membership
         holder = membership.members[membership.holders[worker.rank]]
         await self._strike_in_transfer(worker, generation)
+        outgoing = own_snapshot.on_its_way(worker, self.place.run_id, generation, membership.version)
+        if outgoing.promised is None and worker.control.get(Word.COPIED) >= generation + 1:
+            # The copy is complete and the halt came before its header: a rollback waits for that, not for the holder.
+            await own_snapshot.seal(outgoing)
         failures = 0
         while True:
             try:
-                await self._transport.push(holder.h2h, slots, slot, header)
+                await self._transport.push(holder.h2h, outgoing)
                 break
-            except (PeerFault, SnapshotMismatch) as failure:
-                # The holder is dying (a halt will cancel this), has not resumed yet, or refused a damaged transfer: the slot is
-                # still whole, so it is sent again.
+            except PeerFault as failure:
+                # The holder is dying (a halt will cancel this), has not resumed yet, or refused a damaged transfer: it is sent
+                # again, and if the copy was complete then every byte of the slot is checked again.
                 failures += 1
                 if failures == _PUSH_FAILURES_SAID and not self._replicas.frozen:
                     self._say(m.Note("push-failed", f"rank {worker.rank}, generation {generation}: {failure}"))
                 await asyncio.sleep(_PUSH_RETRY_S)
+                if worker.control.get(Word.COPIED) >= generation + 1:
+                    await own_snapshot.seal(outgoing)
+                    outgoing = own_snapshot.on_its_way(worker, self.place.run_id, generation, membership.version)
+            except SnapshotMismatch as damaged:
+                self._say(m.Note("own-slot-damaged", str(damaged)))
+                return
+        await own_snapshot.seal(outgoing)
         known = self._replicated.setdefault(worker.rank, set())
         known.difference_update([entry for entry in known if entry[0] < generation - 1])
         known.add((generation, holder.incarnation))

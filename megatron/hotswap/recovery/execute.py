@@ -81,6 +81,8 @@ class Snapshots:
         assert isinstance(answer, local.SlotsGiven) and self._session.rank is not None
         slots = Slots(fds[0], answer.slot_bytes, OWN_SLOTS)
         layout = replace(layout, metadata_room_bytes=answer.slot_bytes - HEADER_BYTES - layout.payload_bytes)
+        if self.engine is not None:
+            self.engine.close()
         self.engine = SnapshotEngine(
             layout, slots, self._session.control, self._session.place.run_id, self._session.rank
         )

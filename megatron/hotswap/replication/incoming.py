@@ -44,7 +44,7 @@ class Incoming:
         if self._refusal is not None:
             raise PeerFault(self._refusal)
         if index >= len(self._chunks) or length != self._chunks[index][1]:
-            raise SnapshotMismatch(f"{self._what}: chunk {index} of {length} bytes came, the snapshot has {len(self._chunks)} and none such")
+            raise SnapshotMismatch(f"{self._what}: chunk {index} of {length} bytes came; it has {len(self._chunks)} and none such")
         with self._lock:
             if index in self._begun:
                 raise SnapshotMismatch(f"{self._what}: chunk {index} came twice")

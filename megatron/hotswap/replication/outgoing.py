@@ -1,7 +1,8 @@
 """A snapshot on its way out of this agent's memory: what every transport sends, and several holders share.
 
-A chunk can be taken as soon as its bytes are in place, while the device still copies those behind it; its checksum is computed
-once, by whoever takes it first, and never on the event loop. The checksum of the whole comes last, out of those of the chunks.
+A chunk can be taken as soon as its bytes are in place, while the device still copies those behind it. Its checksum is computed
+once, by whoever takes it first, and never on the event loop: by `chunk` in an executor, or by a transport's own thread in the same
+pass over memory as the send (`await_bytes`, `learn`). The checksum of the whole comes last, out of those of the chunks.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Outgoing:
         """The address that the chunks' offsets count from."""
         return self.slots.address(self.slot)
 
-    def take(self, index: int, stop: threading.Event) -> tuple[int, int, int]:
-        """`chunk` for a thread of its own, which it holds until the chunk is in place.
+    def await_bytes(self, index: int, stop: threading.Event) -> tuple[int, int]:
+        """(offset in the slot, length) of a chunk, for a thread, which is held until all its bytes are in place.
 
         Raises:
             Stopped: `stop` was set first.
@@ -96,7 +97,16 @@ class Outgoing:
         while self._available() < needed:
             if stop.wait(_COPY_POLL_S):
                 raise Stopped(f"chunk {index} of rank {self.rank}, generation {self.generation} is not wanted any more")
-        return self._checked(index)
+        return self.chunks[index]
+
+    def known(self, index: int) -> int | None:
+        """The checksum of a chunk, if somebody has computed it."""
+        return self._crcs.get(index)
+
+    def learn(self, index: int, crc: int) -> None:
+        """The checksum of a chunk, from who computed it. The first one stays: if two differ, memory has changed in between, and
+        what was sent after the change does not go with the header."""
+        self._crcs.setdefault(index, crc)
 
     async def chunk(self, index: int) -> tuple[int, int, int]:
         """(offset in the slot, length, CRC32C) of a chunk, once all its bytes are in place."""
@@ -110,7 +120,7 @@ class Outgoing:
         with self._locks[index % _AT_ONCE]:  # a second holder's thread waits for the first one's result
             crc = self._crcs.get(index)
             if crc is None:
-                crc = self._crcs[index] = deadpool_ext.crc32c(self.base + offset, length)
+                crc = self._crcs.setdefault(index, deadpool_ext.crc32c(self.base + offset, length))
         return offset, length, crc
 
     async def header(self) -> Header:

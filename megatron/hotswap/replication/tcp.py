@@ -19,6 +19,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..errors import PeerFault, SnapshotMismatch
@@ -35,11 +36,20 @@ from .transfer import ReplicaStore, Reserve, Transport
 #: takes one path. Four reach 100 Gbit/s (12.5 GB/s) with room, on a tenth of a training node's cores.
 STREAMS = 4
 #: What must be on its way to keep the link busy: bandwidth x round trip of a 100 Gbit/s fabric with 0.5 ms (an idle one has a
-#: tenth of that; the rest is for queues). Divided over the streams; the system may grant less (net.core.wmem_max, rmem_max).
+#: tenth of that; the rest is for queues), divided over the streams. The kernel finds the product by itself and keeps buffers as
+#: small as that allows, which spares caches, up to a limit of the system; only where that is lower are buffers set by hand.
 _LINK_BYTES_PER_S, _ROUND_TRIP_S = 12.5e9, 0.5e-3
 _CONNECT_TIMEOUT_S = 5.0
 #: How long the reason for a broken stream is waited for on the control connection.
 _REASON_TIMEOUT_S = 2.0
+
+
+def _tuned_up_to(limit: str) -> int:
+    """Bytes to which the kernel's own tuning lets a socket's buffer grow."""
+    try:
+        return int(Path("/proc/sys/net/ipv4", limit).read_text().split()[2])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 class _Bundle:
@@ -57,6 +67,22 @@ class _Bundle:
             stream.cut()
         for stream in [self.control, *self.streams]:
             await stream.close()
+
+    async def answer_or_break(self, answering: asyncio.Future[Answer]) -> None:
+        """Until the answer is there. Nothing comes on a stream that was sent on, unless it breaks.
+
+        Raises:
+            ConnectionResetError: it broke, perhaps before the holder knew which transfer it belongs to.
+        """
+        watches = [asyncio.ensure_future(stream.read(1)) for stream in self.streams]
+        try:
+            await asyncio.wait({answering, *watches}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                raise ConnectionResetError("a stream broke after the last byte was sent")
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
 
     async def join(self, offer: Offer, work: Callable[..., None], *arguments: Any) -> None:
         """Every stream enters the transfer and runs `work`; returns when all are through."""
@@ -130,8 +156,9 @@ class TcpTransport(Transport):
     # ---- connections
 
     def _size_buffers(self, sock: socket.socket) -> None:
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # before connecting: the window's scale is agreed on then
-            sock.setsockopt(socket.SOL_SOCKET, option, self._buffer_bytes)
+        for option, limit in ((socket.SO_SNDBUF, "tcp_wmem"), (socket.SO_RCVBUF, "tcp_rmem")):
+            if _tuned_up_to(limit) < self._buffer_bytes:  # before connecting: the window's scale is agreed on then
+                sock.setsockopt(socket.SOL_SOCKET, option, self._buffer_bytes)
 
     async def _bundle(self, address: str) -> _Bundle:
         idle = self._idle.get(address)
@@ -206,6 +233,7 @@ class TcpTransport(Transport):
             try:
                 await moving
                 await bundle.control.write((await outgoing.header()).pack())
+                await bundle.answer_or_break(answering)
             except OSError:  # the holder has cut the streams: it says why, if it still can
                 await asyncio.wait({answering}, timeout=_REASON_TIMEOUT_S)
                 if not answering.done():

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import HotSwapError, PeerFault, SnapshotMismatch
 from ..snapshot.layout import HEADER_BYTES, Header
+from ..snapshot.slots import REPLICA_SLOTS
 from .incoming import Incoming
 from .outgoing import Outgoing
 from .tcp_stream import Offer, Stream, deal, receive_chunks, send_chunks
@@ -31,6 +32,7 @@ class _Transfer:
         self.result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.result.add_done_callback(lambda f: f.cancelled() or f.exception())
         self.task = asyncio.current_task()
+        self.offer: Offer | None = None  # of one that writes into a slot here
         self.earlier: _Transfer | None = None  # what wrote into the same slot before
         self.gone = asyncio.Event()  # nothing of it touches the slot any more
 
@@ -136,12 +138,14 @@ class Server:
             if held is not None and (not offer.known or held == offer.header):
                 await stream.answer(b"HAVE", replicas.version, crc32c=held.crc32c)
                 return
+            self._refuse_what_is_late(offer)
             slots, slot = replicas.reserve(offer.header, offer.slot_bytes, offer.version)
         except HotSwapError as refused:
             await stream.answer(b"NOPE", replicas.version, str(refused))
             return
         incoming = Incoming(slots, slot, offer.header, offer.chunk_bytes)
         transfer = _Transfer(offer.streams, receive_chunks, incoming)
+        transfer.offer = offer
         place = offer.header.rank, slot
         transfer.earlier, self._receiving[place] = self._receiving.get(place), transfer
         self._transfers[offer.name] = transfer
@@ -166,13 +170,27 @@ class Server:
                 del self._receiving[place]
         await stream.answer(b"OKAY", replicas.version)
 
+    def _refuse_what_is_late(self, offer: Offer) -> None:
+        """A sender that lags behind must not end the transfer of what came after it in the same slot."""
+        generation = offer.header.generation
+        under_way = self._receiving.get((offer.header.rank, generation % REPLICA_SLOTS))
+        if under_way is None or under_way.offer is None:
+            return
+        other = under_way.offer
+        if (offer.version, generation) < (other.version, other.header.generation):
+            raise PeerFault(
+                f"generation {generation} of rank {offer.header.rank} (membership {offer.version}) is older than generation "
+                f"{other.header.generation} (membership {other.version}), which is on its way to the same place"
+            )
+
     async def _receive(self, control: Stream, transfer: _Transfer, incoming: Incoming) -> Header:
         """Until every chunk and the header behind them are here and right."""
         last = asyncio.ensure_future(control.read(HEADER_BYTES))
         try:
             await asyncio.wait({transfer.result, last}, return_when=asyncio.FIRST_COMPLETED)
             if last.done():
-                last.result()  # the sender hung up, or has said everything
+                last.result()  # raises if the sender hung up
+                await self._unless_hung_up(control, transfer)
             try:
                 await transfer.result
             except OSError as broken:
@@ -183,6 +201,17 @@ class Server:
             await asyncio.gather(last, return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(None, incoming.finish, header)
         return header
+
+    async def _unless_hung_up(self, control: Stream, transfer: _Transfer) -> None:
+        """Until the streams are through. The peer has nothing to say meanwhile, so whatever comes on control ends it."""
+        hung_up = asyncio.ensure_future(control.read(1))
+        try:
+            await asyncio.wait({transfer.result, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+            if not transfer.result.done():
+                raise PeerFault("the peer has gone, or talks out of turn")
+        finally:
+            hung_up.cancel()
+            await asyncio.gather(hung_up, return_exceptions=True)
 
     # ---- giving
 
@@ -202,15 +231,8 @@ class Server:
             offer = Offer(header, version, slots.slot_bytes, self._chunk_bytes, asked.streams, True, asked.name)
             await stream.answer(b"GIVE", version)
             await stream.write(offer.pack())
-            hung_up = asyncio.ensure_future(stream.read(1))
-            try:
-                await asyncio.wait({transfer.result, hung_up}, return_when=asyncio.FIRST_COMPLETED)
-                if hung_up.done():
-                    raise PeerFault("who fetched has gone, or talks out of turn")
-                await transfer.result
-            finally:
-                hung_up.cancel()
-                await asyncio.gather(hung_up, return_exceptions=True)
+            await self._unless_hung_up(stream, transfer)
+            await transfer.result
             try:
                 whole = await outgoing.header()
             except SnapshotMismatch as damaged:

@@ -37,7 +37,7 @@ _CHECK = struct.Struct("<I")
 _ANSWER = struct.Struct("<4sQII")
 #: membership version, slot bytes, chunk bytes, streams, whether the header's checksum is known yet, name of the transfer
 _OFFER = struct.Struct("<QQIHH16s")
-#: index, length, CRC32C of the chunk
+#: index, length, CRC32C of the chunk *before* on this stream (0 at first): a chunk is summed while it is sent, in one pass over memory
 _CHUNK = struct.Struct("<QII")
 _CHUNK_HEAD_BYTES = _CHUNK.size + _CHECK.size
 _NO_MORE = (1 << 64) - 1
@@ -211,6 +211,7 @@ class Stream:
         self._thread = ended
 
         def settle(error: BaseException | None) -> None:
+            self.sock.setblocking(False)
             ended.set_result(None)
             if not done.cancelled():
                 done.set_result(None) if error is None else done.set_exception(error)
@@ -224,6 +225,7 @@ class Stream:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(settle, error)
 
+        self.sock.setblocking(True)  # the kernel waits in the call, and no frame is read or written meanwhile
         threading.Thread(target=run, name="deadpool-h2h", daemon=True).start()
         return done
 
@@ -251,23 +253,32 @@ def _proof(token: str, side: bytes, of_server: bytes, of_client: bytes) -> bytes
 
 def send_chunks(fd: int, outgoing: Outgoing, deal: Iterator[int], stop: threading.Event) -> None:
     """Thread of a stream that sends: the next chunk that no other stream has, until there are none."""
-    chunks, base = len(outgoing.chunks), outgoing.base
+    chunks, base, before = len(outgoing.chunks), outgoing.base, 0
     while (index := next(deal)) < chunks and not stop.is_set():
-        offset, length, crc = outgoing.take(index, stop)
-        deadpool_ext.send_all(fd, base + offset, length, sealed(_CHUNK.pack(index, length, crc)))
-    deadpool_ext.send_all(fd, 0, 0, sealed(_CHUNK.pack(_NO_MORE, 0, 0)))
+        offset, length = outgoing.await_bytes(index, stop)
+        head = sealed(_CHUNK.pack(index, length, before))
+        known = outgoing.known(index)
+        if known is None:
+            before = deadpool_ext.send_summed(fd, base + offset, length, head)
+            outgoing.learn(index, before)
+        else:
+            deadpool_ext.send_all(fd, base + offset, length, head)
+            before = known
+    deadpool_ext.send_all(fd, 0, 0, sealed(_CHUNK.pack(_NO_MORE, 0, before)))
 
 
 def receive_chunks(fd: int, incoming: Incoming) -> None:
     """Thread of a stream that receives: straight into the slot, until the other side says that no more come."""
     buffer = np.zeros(_CHUNK_HEAD_BYTES, dtype=np.uint8)
+    before: tuple[int, int] | None = None  # index and checksum of the chunk that the next head speaks of
     while True:
         deadpool_ext.recv_all(fd, buffer.ctypes.data, _CHUNK_HEAD_BYTES)
         index, length, promised = _CHUNK.unpack(unsealed(buffer.tobytes(), "the head of a chunk"))
+        if before is not None:
+            incoming.arrived(*before, promised)
         if index == _NO_MORE:
             return
-        found = deadpool_ext.recv_all(fd, incoming.place(index, length), length)
-        incoming.arrived(index, found, promised)
+        before = index, deadpool_ext.recv_all(fd, incoming.place(index, length), length)
 
 
 def deal() -> Iterator[int]:
