@@ -194,7 +194,8 @@ class Link:
         """The result of work that knows nothing of this link; PeerFault if the link fails first."""
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {task, self._failed}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
         finally:
