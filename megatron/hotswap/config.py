@@ -13,6 +13,8 @@ from pathlib import Path
 
 from .errors import UsageError
 
+TRANSPORTS = ("tcp", "mpi", "nixl")
+
 
 @dataclass(frozen=True)
 class HotSwapConfig:
@@ -31,6 +33,7 @@ class HotSwapConfig:
     when_late: str  # wait or skip
     host_memory_max_bytes: int | None
     interface: str | None
+    transport: str
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "heartbeat_interval_s", "halt_timeout_s", "resume_timeout_s", "collective_timeout_s"):
@@ -135,6 +138,15 @@ _SNAPSHOTS = (
         None,
         "ADDRESS",
         "address of the network interface that snapshots travel over (default: the one that reaches the coordinator)",
+    ),
+    _Flag(
+        "transport",
+        str,
+        "tcp",
+        None,
+        "what moves snapshots between nodes: tcp, MPI (mpi4py) or NIXL (RDMA where there is some); docs/transports.md says what each "
+        "needs (default: %(default)s)",
+        choices=TRANSPORTS,
     ),
 )
 

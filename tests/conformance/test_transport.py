@@ -53,6 +53,17 @@ async def test_two_generations_are_kept_and_the_third_replaces_the_first(kind):
 
 @every
 @on_a_loop
+async def test_the_generation_that_the_owner_wants_kept_stays(kind):
+    """Guarantee 4 where generations are skipped: the newest committed one is not always the newest one."""
+    async with Pair(kind) as pair:
+        for generation in (6, 7):
+            await pair.push(snapshot(generation=generation))
+        await pair.push(snapshot(generation=9), keep=6)
+        assert pair.store.generations() == {3: (6, 9)}
+
+
+@every
+@on_a_loop
 async def test_two_ranks_push_at_once(kind):
     parts = [snapshot(rank=rank) for rank in range(4)]
     async with Pair(kind) as pair:

@@ -7,12 +7,17 @@ import contextlib
 import functools
 import os
 import time
+from importlib.util import find_spec
 
 import pytest
 from memory_transport import MemoryTransport
 
 from megatron.hotswap.errors import PeerFault
+from megatron.hotswap.replication import mpi, nixl
+from megatron.hotswap.replication.mpi import MpiTransport
+from megatron.hotswap.replication.nixl import NixlTransport
 from megatron.hotswap.replication.outgoing import Outgoing
+from megatron.hotswap.replication.side_nixl import DISTRIBUTIONS
 from megatron.hotswap.replication.tcp import TcpTransport
 from megatron.hotswap.replication.transfer import ReplicaStore
 from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
@@ -28,14 +33,20 @@ CHUNK_BYTES = 64 << 10
 TRANSPORTS = {"tcp": functools.partial(TcpTransport, chunk_bytes=CHUNK_BYTES), "tcp-1-stream": functools.partial(TcpTransport, streams=1)}
 NETWORKED = dict(TRANSPORTS)
 TRANSPORTS["memory"] = MemoryTransport
+#: Those whose library lives in side processes, with the reason where it cannot be had here.
+SIDE = {"mpi": MpiTransport, "nixl": NixlTransport}
+MISSING = {
+    "mpi": None if find_spec("mpi4py") else f"mpi4py is not installed: {mpi.INSTALL}",
+    "nixl": None if any(find_spec(name) for name in DISTRIBUTIONS) else f"NIXL (241 MB) is not installed: {nixl.INSTALL}",
+}
 
 
 def on_a_loop(test):
-    """Run an async test, at most 30 s."""
+    """Run an async test, at most 120 s: a test with side processes starts several on a machine that may be busy."""
 
     @functools.wraps(test)
     def run(*args, **kwargs):
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30.0))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120.0))
 
     return run
 
@@ -88,6 +99,11 @@ class Copy:
         self._view[begin + self._placed : begin + upto] = self._bytes[self._placed : upto]
         self._placed = upto
 
+    def complete(self):
+        """All of it at once."""
+        self.place(PAYLOAD_BYTES)
+        return self.outgoing
+
 
 def content(slots, slot, header):
     view = slots.view(slot)
@@ -119,7 +135,7 @@ class Pair:
         return await self.owner.fetch(address or self.address, run, rank, generation, lambda header, size: (into, header.generation % 2))
 
 
-async def soon(condition, within_s=5.0):
+async def soon(condition, within_s=30.0):
     """Wait for what happens on the other side."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -135,5 +151,13 @@ async def push_as_agents_do(pair, part):
     await pair.push(part)
 
 
-every = pytest.mark.parametrize("kind", TRANSPORTS.values(), ids=TRANSPORTS.keys())
+def _params(kinds):
+    return [
+        pytest.param(kind, id=name, marks=pytest.mark.skipif(bool(MISSING.get(name)), reason=str(MISSING.get(name))))
+        for name, kind in kinds.items()
+    ]
+
+
+every = pytest.mark.parametrize("kind", _params(TRANSPORTS | SIDE))
+in_side_processes = pytest.mark.parametrize("kind", _params(SIDE))
 networked = pytest.mark.parametrize("kind", NETWORKED.values(), ids=NETWORKED.keys())

@@ -37,6 +37,7 @@ LAYERS: dict[str, set[str]] = {
     "snapshot/slots": {"errors", "snapshot/layout", "snapshot/host_memory"},
     "snapshot/engine": {"errors", "snapshot/layout", "snapshot/slots"},
     "replication": {"errors", "snapshot/layout", "snapshot/slots"},
+    "replication/transports": {"config", "replication"},
     "topology/groups": {"errors"},
     "coordinator": {"control", "errors", "agent/inject"},
     "agent/local": {"control"},
@@ -60,7 +61,18 @@ LAYERS: dict[str, set[str]] = {
     "recovery": set(),
     "snapshot": set(),
     "topology": set(),
-    "cli": {"config", "control", "device", "coordinator", "environment", "errors", "topology/grid", "agent/inject", "sizing"},
+    "cli": {
+        "config",
+        "control",
+        "device",
+        "coordinator",
+        "environment",
+        "errors",
+        "topology/grid",
+        "agent/inject",
+        "replication/transports",
+        "sizing",
+    },
     "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "worker"},
 }
 PURE = ("control", "recovery/plan", "replication/placement", "sizing", "snapshot/layout", "topology/grid")
@@ -91,6 +103,7 @@ FLAGS = {
     "--hot-swap-when-late",
     "--hot-swap-host-memory-max-bytes",
     "--hot-swap-interface",
+    "--hot-swap-transport",
 }
 
 
@@ -183,6 +196,16 @@ def test_the_agent_imports_no_torch():
     code = (
         "import sys, megatron.hotswap.agent.main, megatron.hotswap.coordinator.service; "
         "print([m for m in ('torch', 'megatron.core', 'megatron.training') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_the_agent_imports_no_communication_library():
+    """MPI and its kind abort when a peer dies: only side processes may load them, whatever transport was chosen."""
+    code = (
+        "import sys, megatron.hotswap.agent.main; from megatron.hotswap.replication import mpi, nixl; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('mpi4py', 'nixl', 'nixl_cu12', 'nixl_cu13')])"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "[]"

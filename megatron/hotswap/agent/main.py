@@ -22,8 +22,8 @@ from ..config import HotSwapConfig
 from ..control import messages as m
 from ..coordinator import wire
 from ..errors import Fenced, HotSwapError, UsageError
-from ..replication.tcp import TcpTransport
-from ..replication.transfer import ReplicaStore, Transport
+from ..replication.transfer import ReplicaStore
+from ..replication.transports import make_transport
 from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import OWN_SLOTS, Slots, Word, require_room, require_room_for_job
 from . import local
@@ -58,7 +58,7 @@ class Agent:
         self._outbox: asyncio.Queue[m.FromAgent] = asyncio.Queue()
         self._workers: list[WorkerProcess] = []
         self._replicas = ReplicaStore(place.run_id, self._require_room)
-        self._transport: Transport = TcpTransport(place.token, self._interface)
+        self._transport = make_transport(config, place.token, self._interface)
         self._replicator = Replicator(place.run_id, self._replicas, self._transport, self._say, self._guard, self._before_push)
         self._replicas.own = lambda rank, generation: own_slot_of(self._workers, rank, generation)
         self._voiding: set[asyncio.Task[None]] = set()
@@ -75,7 +75,9 @@ class Agent:
         loop = asyncio.get_running_loop()
         self._exit = loop.create_future()
         loop.set_exception_handler(self._fail)
+        moved_by = await self._transport.check()
         address = await self._transport.serve(self._replicas)
+        print(f"agent {self.incarnation}: snapshots are moved by {moved_by}, arranged over {address}", file=sys.stderr, flush=True)
         for index in range(self.place.workers):
             self._start_worker(index)
         self._say(

@@ -21,6 +21,7 @@ from ..control.state import ControlConfig, Phase
 from ..coordinator.service import Coordinator, Scheduled
 from ..environment import AgentEnvironment
 from ..errors import UsageError
+from ..replication.transports import make_transport
 from .checks import check_command, check_nodes, flags_added_here, grid_of
 
 JOB_FILE = "job.json"
@@ -142,6 +143,7 @@ async def run(
         started: called once, when the nodes have been started.
     """
     control = prepare(launch)
+    await make_transport(config.parse(launch.argv), control.token, launch.host).check()
     coordinator = Coordinator(control, launch.run_dir, launch.faults)
     address = await coordinator.start(launch.host, launch.port)
     _write_job_file(launch.run_dir, address, control)

@@ -143,6 +143,14 @@ class ReplicaStore:
 class Transport(abc.ABC):
     """Moves snapshots between agents."""
 
+    async def check(self) -> str:
+        """Whether it can work on this node, asked before anything is started; returns what moves the bytes, in words.
+
+        Raises:
+            UsageError: it cannot, and why, and what to do.
+        """
+        return "TCP"  # which every node has
+
     @abc.abstractmethod
     async def serve(self, replicas: ReplicaStore) -> str:
         """Begin to take and give snapshots; returns this agent's address for peers."""
