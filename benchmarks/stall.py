@@ -21,7 +21,7 @@ from typing import Any
 from jobs import hot_swap_step_times, recorded_steps, run_hot_swap, run_plain, step_times
 
 NODES, RANKS_PER_NODE = 2, 4
-PAIRS, STEPS, WARM_UP = 5, 40, 10
+PAIRS, STEPS, WARM_UP = 3, 40, 10
 COPY_MAX_FRACTION = 0.5
 
 MODEL = (
