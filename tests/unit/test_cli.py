@@ -15,7 +15,6 @@ from megatron.hotswap.control.messages import Injection, Member, Membership, Ste
 from megatron.hotswap.control.state import Log, Phase
 from megatron.hotswap.coordinator.wire import Status
 from megatron.hotswap.errors import UsageError
-from megatron.hotswap.worker import session
 
 
 def test_the_command_imports_no_torch_no_megatron_core_and_no_matplotlib():
@@ -84,10 +83,6 @@ def test_scheduled_faults():
     ):
         with pytest.raises(UsageError, match=words):
             faults.parse_scheduled(spec, 4)
-
-
-def test_the_phases_are_those_that_a_worker_notes():
-    assert faults.PHASES == session.PHASES
 
 
 def test_a_fault_that_could_not_strike_is_refused():
@@ -193,13 +188,12 @@ def test_the_display_without_a_terminal(tmp_path):
 
 def test_the_log_of_a_failure(tmp_path):
     coordinator = FakeCoordinator()
-    coordinator.control.exit_reason = "rank 3 failed in step 5: ValueError: x"
-    log = log_of_failure(coordinator, tmp_path)
-    assert log == tmp_path / "logs/node1-abcd1234-1.log"
+    coordinator.control.failed = None
+    assert log_of_failure(coordinator, tmp_path) == tmp_path / "logs"
+    coordinator.control.failed = ("node1-abcd1234", 1)
+    early = log_of_failure(coordinator, tmp_path)
+    assert early == tmp_path / "logs/node1-abcd1234-1.log"
     (tmp_path / "logs").mkdir()
-    early = tmp_path / "logs/node1-99-0.log"
     early.write_text('x\nTraceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nValueError: x\n')
-    coordinator.control.exit_reason = "worker 0 on node node1 ended: ValueError: x"
-    assert log_of_failure(coordinator, tmp_path) == early
     assert last_traceback(early) == ['  File "a.py", line 1, in f', "    g()", "ValueError: x"]
     assert last_traceback(tmp_path / "logs") == []

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 
-from ..control.messages import Injection
+from ..control.messages import PHASES, Injection
 from ..coordinator.service import Scheduled
 from ..coordinator.wire import Status
 from ..errors import UsageError
 
-#: The moments of a step, and between steps, in which a fault can strike (worker/session.py notes them).
-PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
 #: A scheduled fault is armed when an earlier step is reported, so it cannot strike in the very first ones.
 FIRST_STEP = 3
 

@@ -28,6 +28,8 @@ JOB_FILE = "job.json"
 #: What a run leaves at the top of its directory; the next run there replaces it.
 _RUN_FILES = ("steps.jsonl", "events.jsonl", "summary.json", "injections.jsonl", "run.png")
 _REAP_TIMEOUT_S = 10.0
+#: Exit code of a job that its user has ended: 128 + SIGINT, as shells have it.
+_INTERRUPTED = 130
 _SHOW_INTERVAL_S = 0.1
 _LOG_LINES_SHOWN = 15
 
@@ -160,17 +162,15 @@ async def run(
         await _until_over(launch, coordinator, interrupted, nodes, show)
     finally:
         watcher.cancel()
-        notices = len(coordinator.notices)
-        if coordinator.control.phase is Phase.ENDED and not interrupted.is_set():
+        coordinator.end_job(_INTERRUPTED, "interrupted")  # nodes that are ended here are no losses
+        if not interrupted.is_set():
             await nodes.wait()
         nodes.end()
         await coordinator.stop()
-        if coordinator.control.phase is not Phase.ENDED:
-            del coordinator.notices[notices:]  # nodes that were ended here are no losses to report
         (launch.run_dir / JOB_FILE).unlink(missing_ok=True)
         show(coordinator)
-    code = coordinator.control.exit_code
-    return 130 if code is None else code
+    assert coordinator.control.exit_code is not None
+    return coordinator.control.exit_code
 
 
 def prepare(launch: Launch) -> ControlConfig:
@@ -250,10 +250,7 @@ def _end_if_hopeless(launch: Launch, coordinator: Coordinator, nodes: VirtualNod
     node = sorted(gone)[0]
     code = f" with exit code {ended[node]}" if node in ended else ""
     said = _tail(nodes.log(node)) or "it said nothing"
-    control = coordinator.control
-    control.exit_code = 1
-    control.exit_reason = f"node {node} ended{code} before training began: {said}"
-    coordinator.ended.set()
+    coordinator.end_job(1, f"node {node} ended{code} before training began: {said}")
 
 
 def _tail(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -132,18 +131,9 @@ class Show:
 
 
 def log_of_failure(coordinator: Coordinator, run_dir: Path) -> Path:
-    """The log of the worker that the job's end names, or the folder of all."""
-    reason, membership, logs = coordinator.control.exit_reason, coordinator.control.membership, run_dir / "logs"
-    rank = re.match(r"rank (\d+)\b", reason)
-    if rank is not None and membership is not None and int(rank[1]) < len(membership.members):
-        member = membership.members[int(rank[1])]
-        return logs / f"{member.incarnation}-{member.worker}.log"
-    worker = re.match(r"worker (\d+) on node (\S+) ended", reason)
-    if worker is not None:
-        found = sorted(logs.glob(f"{worker[2]}-*-{worker[1]}.log"), key=lambda path: path.stat().st_mtime)
-        if found:
-            return found[-1]
-    return logs
+    """The log of the worker whose failure ended the job, or the folder of all."""
+    failed, logs = coordinator.control.failed, run_dir / "logs"
+    return logs if failed is None else logs / f"{failed[0]}-{failed[1]}.log"
 
 
 def last_traceback(log: Path) -> list[str]:

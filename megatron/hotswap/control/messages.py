@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 
 PROTOCOL = 2
+#: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
+PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):

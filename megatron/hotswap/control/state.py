@@ -23,6 +23,7 @@ from .decisions import Decision as Decision
 from .decisions import Log as Log
 from .decisions import Send as Send
 from .injection import arm
+from .lease import Lease
 from .membership import Agent, give_ranks, one_per_node, place_again, refusal_of, start_log
 from .phases import Phase as Phase
 from .phases import require_change
@@ -45,6 +46,7 @@ class Control:
         self.commits = Commits(config.grid.world_size)
         self.exit_code: int | None = None
         self.exit_reason = ""
+        self.failed: tuple[str, int] | None = None  # the worker whose failure ended the job: its agent's incarnation, its index
         self.recovery: Recovery | None = None
         self.recoveries: list[Recovery] = []
         self.gathered_s: float | None = None
@@ -57,7 +59,7 @@ class Control:
         self.finished: set[int] = set()
         self.deadline_s: float | None = None
         self.spare_deadline_s: float | None = None
-        self.last_tick_s: float | None = None
+        self.lease = Lease(config)
 
     @property
     def committed(self) -> int:
@@ -88,13 +90,10 @@ class Control:
         if self.phase is Phase.ENDED:
             return []
         out: list[Decision] = []
-        self._forgive_own_pause(now)
+        silent = self.lease.silent(self.agents.values(), now)
         # Until there are ranks to lose, only a closed connection counts: a machine that starts many workers may be slow to speak.
-        started = self.phase is not Phase.GATHERING
-        silent = [a for a in self.agents.values() if started and now - a.last_heard_s > self.config.lease_s]
-        if silent:
-            evidence = {a.incarnation: f"silent for {now - a.last_heard_s:.2f} s, lease {self.config.lease_s} s" for a in silent}
-            out += self._lose(evidence, now)
+        if silent and self.phase is not Phase.GATHERING:
+            out += self._lose(silent, now)
         overdue = self.deadline_s is not None and now > self.deadline_s
         if self.phase is Phase.GATHERING:
             out += self._try_start(now)
@@ -109,17 +108,13 @@ class Control:
             out += self._judge_errors(now)
         return out
 
+    def stop(self, code: int, reason: str) -> list[Decision]:
+        """The job is over for a reason that lies outside: its user, or its launcher, wants no more of it."""
+        return [] if self.phase is Phase.ENDED else self._end(code, reason)
+
     def _enter(self, phase: Phase) -> None:
         require_change(self.phase, phase)
         self.phase = phase
-
-    def _forgive_own_pause(self, now: float) -> None:
-        """Time in which the coordinator itself stood still says nothing about the agents: their messages wait unread."""
-        pause = now - self.last_tick_s if self.last_tick_s is not None else 0.0
-        self.last_tick_s = now
-        if pause > self.config.heartbeat_interval_s:
-            for agent in self.agents.values():
-                agent.last_heard_s = min(now, agent.last_heard_s + pause)
 
     # ---- joining and starting
 
@@ -209,7 +204,9 @@ class Control:
             return []
         log = Log("error", f"rank {event.rank} in step {event.step}: {event.text}", {"rank": event.rank, "step": event.step})
         if not event.collective:
-            return [log, *self._end(1, f"rank {event.rank} failed in step {event.step}: {event.text}")]
+            ranks = self.agents[incarnation].ranks
+            failed = (incarnation, ranks.index(event.rank)) if event.rank in ranks else None
+            return [log, *self._end(1, f"rank {event.rank} failed in step {event.step}: {event.text}", failed)]
         self.errors[event.rank] = (now, event)
         return [log]
 
@@ -234,7 +231,7 @@ class Control:
         if event.code != 0 and self.phase is not Phase.GATHERING and self._has_no_state(incarnation):
             return self._lose({incarnation: f"{who} could not begin: {event.text}"}, now)
         if event.code != 0:
-            return self._end(event.code, f"{who} on node {node} ended: {event.text}")
+            return self._end(event.code, f"{who} on node {node} ended: {event.text}", (incarnation, event.worker))
         if event.rank is not None and event.rank in self.agents[incarnation].ranks:
             self.finished.add(event.rank)
         if self.phase is Phase.HALTING and self.finished:  # it was through before the halt reached it, so all have trained to the end
@@ -467,10 +464,10 @@ class Control:
         assert self.membership is not None
         return [i for i in dict.fromkeys(x.incarnation for x in self.membership.members) if i in self.agents]
 
-    def _end(self, code: int, reason: str) -> list[Decision]:
+    def _end(self, code: int, reason: str, failed: tuple[str, int] | None = None) -> list[Decision]:
         self._enter(Phase.ENDED)
-        self.exit_code, self.exit_reason = code, reason
-        return [Log("end", reason, {"code": code}), *(Send(i, m.Stop(code, reason)) for i in self.agents)]
+        self.exit_code, self.exit_reason, self.failed = code, reason, failed
+        return [Log("end", reason, {"code": code, "failed": failed}), *(Send(i, m.Stop(code, reason)) for i in self.agents)]
 
 
 _Handler = Callable[[Control, str, Any, float], list[Decision]]

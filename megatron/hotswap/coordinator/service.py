@@ -85,6 +85,10 @@ class Coordinator:
         code = self.control.exit_code
         self.recorder.close(130 if code is None else code, self.control.exit_reason or "interrupted")
 
+    def end_job(self, code: int, reason: str) -> None:
+        """The launcher, or its user, ends the job."""
+        self._apply(self.control.stop(code, reason))
+
     # ---- agents
 
     async def _agent_stream(

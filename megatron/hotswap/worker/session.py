@@ -26,8 +26,6 @@ from ..snapshot.slots import ControlBlock, Word
 #: A wait in the engine is taken up again this often, so that a debugger or a signal gets a turn.
 _WAIT_SLICE_S = 1.0
 
-PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
-
 
 class Session:
     """One per worker process."""
@@ -165,7 +163,7 @@ class Session:
     def enter(self, phase: str, step: int) -> None:
         """A phase of a step begins (step 1 is the first). Progress for whoever watches; the place where armed faults strike."""
         self.control.set(Word.STEP, step)
-        self.control.set(Word.PHASE, PHASES.index(phase) + 1)
+        self.control.set(Word.PHASE, m.PHASES.index(phase) + 1)
         self.control.bump(Word.PROGRESS)
         for injection in list(self._armed):
             due = (
