@@ -78,6 +78,7 @@ def test_measured_speeds_fill_what_was_not_given() -> None:
 def test_the_table_says_that_nothing_was_measured() -> None:
     result = call("--paper")
     assert result.exit_code == 0
+    assert "H2H that would do" in result.output and "…" not in result.output.split("Computed")[0]  # in a pipe of 80 columns too
     assert "Computed, not measured" in result.output and "data-sheet figures" in result.output and "our own choice" in result.output
     assert len(json.loads(call("--paper --json").stdout)["rows"]) == 14
 

@@ -59,6 +59,9 @@ def row(machine: Machine, model: Model, plan: Plan) -> dict[str, Any]:
     }
 
 
+_TABLE_WIDTH = 120  # characters
+
+
 def show_paper(console: Console, as_json: bool) -> None:
     """Print it."""
     rows = [row(machine, model, make_plan(job)) for machine, model, job in paper_jobs()]
@@ -83,6 +86,7 @@ def show_paper(console: Console, as_json: bool) -> None:
             f"{100 * r['exposed_s'] / r['step_s']:.1f} %",
             f"{r['h2h_enough'] / GB:.2f} GB/s",
         )
-    console.print(table, highlight=False, soft_wrap=True)
+    # In a narrow terminal, or a pipe, lines that go on are better than figures that are cut off.
+    Console(file=console.file, width=max(console.width, _TABLE_WIDTH)).print(table, highlight=False)
     for line in notes():
         console.print(line, highlight=False, soft_wrap=True)
