@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from megatron.hotswap.control.messages import Acknowledged
+from megatron.hotswap.control.decisions import Log
 from megatron.hotswap.coordinator.recorder import Recorder
 
 
@@ -27,3 +28,12 @@ def test_an_acknowledgement_without_a_copy_is_no_copy(tmp_path):
     recorder.committed(0)
     recorder.close(0, "done")
     assert json.loads((tmp_path / "summary.json").read_text())["copy"] is None
+
+
+def test_every_skipped_generation_is_counted(tmp_path):
+    recorder = Recorder(tmp_path)
+    for generation in (4, 8):
+        recorder.event(Log("generation-skipped", f"generation {generation}: rank 1 still waits", {"generation": generation}))
+    recorder.event(Log("resumed", "membership 2 trains on"))
+    recorder.close(0, "done")
+    assert json.loads((tmp_path / "summary.json").read_text())["generations_skipped"] == 2

@@ -24,7 +24,8 @@ from .worker_process import WorkerProcess
 
 _PUSH_RETRY_S = 0.05
 _PUSH_FAILURES_SAID = 20  # a second of failing is worth a line; a holder that is a moment late to resume is not
-_ENVELOPE_ROOM_BYTES = 64 << 10  # beyond the metadata: header, peers, growth of counters
+#: An envelope beyond its metadata: the header inside and the names of fields, and for each peer a number of up to 9 bytes.
+_ENVELOPE_BYTES, _PEER_BYTES = 8192, 9
 
 #: How often it is looked whether a copy is complete, to time it.
 _COPY_POLL_S = 0.001
@@ -79,6 +80,8 @@ class Replicator:
         """Nothing is sent any more. Snapshots that are complete get their headers all the same: they may be restored from."""
         for push in self._pushes.values():
             self._stop(push.task)
+            if push.outgoing.promised is not None:
+                continue
             seal = asyncio.get_running_loop().create_task(self._guard(own_snapshot.seal(push.worker, push.outgoing)))
             self._seals.add(seal)
             seal.add_done_callback(self._seals.discard)
@@ -175,7 +178,8 @@ class Replicator:
         metadata = bytes(slots.view(outgoing.slot)[HEADER_BYTES : HEADER_BYTES + inner.metadata_bytes])
         raw = envelope.pack(inner, metadata, peers)
         if worker.envelopes is None:
-            worker.envelopes = Slots.create(HEADER_BYTES + worker.metadata_room_bytes + _ENVELOPE_ROOM_BYTES, OWN_SLOTS)
+            room = worker.metadata_room_bytes + _ENVELOPE_BYTES + _PEER_BYTES * len(peers)
+            worker.envelopes = Slots.create(HEADER_BYTES + room, OWN_SLOTS)
         into, slot = worker.envelopes, outgoing.slot
         into.view(slot)[HEADER_BYTES : HEADER_BYTES + len(raw)] = raw
         header = Header(self._run_id, inner.rank, inner.generation, inner.layout_hash, len(raw), 0, into.checksum(slot, len(raw), 0))

@@ -113,6 +113,7 @@ def _say_end(launch: Launch, coordinator: Coordinator, code: int, picture: Path 
         f"{len(recoveries)} recover{'y' if len(recoveries) == 1 else 'ies'}"
         + (f" ({', '.join(format(r['total_s'], '.2f') + ' s' for r in recoveries)})" if recoveries else "")
         + (f"; exposed stall {100 * stall:.2f} % of the step time" if stall is not None else "")
+        + (f"; {skipped} generations skipped" if (skipped := summary["generations_skipped"]) else "")
     )
     files = ["steps.jsonl", "events.jsonl", "summary.json", "logs/", *([picture.name] if picture else [])]
     lines.append(f"deadpool: files in {launch.run_dir}: {' '.join(files)}")

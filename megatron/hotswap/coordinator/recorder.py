@@ -49,6 +49,7 @@ class Recorder:
         self._count = 0
         self._seconds = 0.0
         self._stalled_s = 0.0
+        self._skipped = 0
         self._clock_offset = time.time() - time.monotonic()
 
     def step(self, record: StepRecord) -> None:
@@ -99,6 +100,7 @@ class Recorder:
     def event(self, log: Log) -> None:
         """A decision, with its reason and evidence."""
         data = dict(log.data)
+        self._skipped += log.kind == "generation-skipped"
         if log.kind == "recovered":
             data["recovery"] = self._recovery(data["recovery"])
             self.recoveries.append(data["recovery"])
@@ -140,6 +142,7 @@ class Recorder:
             "restart_baseline_s": None,
             "exposed_stall_fraction": self._stalled_s / self._seconds if self._seconds else None,
             "mean_step_s": self._seconds / self._count if self._count else None,
+            "generations_skipped": self._skipped,
             "copy": self._copy_times(),
         }
 
