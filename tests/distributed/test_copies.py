@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -56,8 +57,11 @@ def flip_a_bit(file: Path, slot_end: int) -> None:
 
 
 def test_two_nodes_at_once_with_two_replicas_and_a_snapshot_every_second_step(tmp_path: Path) -> None:
-    """--hot-swap-replicas 2: a rank and one of its holders are lost together. --hot-swap-interval 2: at most 3 completed steps again."""
-    case = GridCase("dp4", 4, 1, "--use-distributed-optimizer")
+    """--hot-swap-replicas 2: a rank and one of its holders are lost together. --hot-swap-interval 2: at most 3 completed steps again.
+
+    Parameters are gathered behind the forward pass: of several steps that run again, only the first runs as a job's first one does.
+    """
+    case = GridCase("dp4-overlap", 4, 1, "--use-distributed-optimizer --bf16 --overlap-grad-reduce --overlap-param-gather")
     command = argv(case, 24, None, "--hot-swap-replicas 2 --hot-swap-interval 2")
     lost: list[str] = []
 
@@ -131,3 +135,31 @@ def test_without_a_distributed_optimizer_only_metadata_travel(tmp_path: Path) ->
     assert steps(tmp_path / "disturbed") == steps(tmp_path / "reference")
     assert "only metadata travel between nodes" in events(tmp_path / "disturbed", "replication")[0]["reason"]
     assert sent and max(sent) < 200_000  # the payload has 1.6 MB
+
+
+def test_a_slow_holder_costs_generations_but_no_time_where_the_user_would_rather_skip(tmp_path: Path) -> None:
+    """--hot-swap-when-late skip: an agent stands still for 3 s, less than its lease. Training goes on; then a node is lost."""
+    case = GridCase("dp2", 2, 1, "--use-distributed-optimizer")
+    command = argv(case, 40, None, "--hot-swap-when-late skip")
+    stopped: list[tuple[psutil.Process, float, int]] = []
+    steps_meanwhile: list[int] = []
+
+    def slow_down(coordinator: Coordinator) -> None:
+        step, membership = coordinator.recorder.last_step, coordinator.control.membership
+        if step is None or membership is None or steps_meanwhile:
+            return
+        if not stopped and step.step >= 5:
+            agent = agent_of(membership.members[0].node)  # rank 1, on the other node, says how far training is
+            agent.suspend()
+            stopped.append((agent, time.monotonic(), step.step))
+        elif stopped and time.monotonic() - stopped[0][1] > 3.0:
+            steps_meanwhile.append(step.step - stopped[0][2])
+            stopped[0][0].resume()
+
+    later = [Scheduled("kill", "node", 0, 35, "backward")]
+    run_job(case, tmp_path / "reference", command)
+    summary = run_job(case, tmp_path / "disturbed", command, spares=1, faults=later, show=slow_down)
+    assert summary["exit_code"] == 0 and len(summary["recoveries"]) == 1, summary["ended"]
+    assert steps_meanwhile[0] > 2, "training waited for the holder"
+    assert summary["generations_skipped"] > 0
+    assert steps(tmp_path / "disturbed") == steps(tmp_path / "reference")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from megatron.hotswap.control.messages import Acknowledged
 from megatron.hotswap.control.decisions import Log
+from megatron.hotswap.control.messages import Acknowledged
 from megatron.hotswap.coordinator.recorder import Recorder
 
 

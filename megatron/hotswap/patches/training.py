@@ -37,7 +37,7 @@ class StepRunner:
         self._session = session
         self._seconds = 0.0
 
-    def run(self, call: StepCall, retry: bool) -> Any:
+    def run(self, call: StepCall, again: bool, first: bool) -> Any:
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training import get_args
@@ -47,13 +47,13 @@ class StepRunner:
         args = get_args()
         self._trainer.config = config
         consumed_before = call.kwargs["consumed_before"]
-        if retry:
+        if again:
             get_rerun_state_machine().current_iteration = call.iteration
             args.curr_iteration = call.iteration
             update_num_microbatches(consumed_before, consistency_check=False)
-            set_hooks(model, False)
         param_sync_func = config.param_sync_func
-        if retry:
+        if first:
+            set_hooks(model, False)
             config.param_sync_func = None
         kwargs = {k: v for k, v in call.kwargs.items() if k != "consumed_before"}
         try:
@@ -61,10 +61,10 @@ class StepRunner:
         finally:
             config.param_sync_func = param_sync_func
         self._trainer.consumed_train_samples = consumed_before + local_sizes()["samples"]
-        if retry:
+        if first:
             set_hooks(model, call.hooks_enabled)
-            if args.consumed_train_samples != consumed_before:
-                update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        if again and args.consumed_train_samples != consumed_before:
+            update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         self._seconds = time.perf_counter() - began
         return result
 

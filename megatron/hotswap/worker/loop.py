@@ -28,8 +28,9 @@ from .session import Session
 class StepRunner(Protocol):
     """What the loop asks of Megatron around one step; patches/training.py implements it."""
 
-    def run(self, call: StepCall, retry: bool) -> Any:
-        """Run the step. `retry`: the way a job's first step runs, which is the way a spare's does."""
+    def run(self, call: StepCall, again: bool, first: bool) -> Any:
+        """Run the step. `again`: it was begun before, so counters must be set back to it. `first`: it is the first in this membership,
+        and runs the way a job's first step runs, which is the way a spare's does; a second one must not, since the spare's does not."""
 
     def record(self, call: StepCall, result: Any, stall_s: float) -> m.StepRecord | None:
         """What the step looked like, on the rank that logs."""
@@ -205,7 +206,7 @@ class Loop:
         if retry:
             self._runner.set_timers(call.timers)
         self.position.between_steps = False
-        result = self._runner.run(call, retry or self._first_step_due)
+        result = self._runner.run(call, again=retry or self._first_step_due, first=self._first_step_due)
         generation = call.iteration + 1
         self.position.generation, self.position.dirty = generation, False
         if self._schedule.due(generation) and not self._schedule.skip_when_late and not self._schedule.proven_by_step:
