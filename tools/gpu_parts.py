@@ -6,7 +6,6 @@ nothing about a GPU. What a part cannot do there it leaves out.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -135,8 +134,3 @@ def rebuild_communicators(on_cpu: bool) -> dict[str, Any]:
         "first_collectives_s": first - rebuilt,
         "references_replaced": replaced,
     }
-
-
-def median_of(times: list[float]) -> float:
-    """Of at least one."""
-    return statistics.median(times)

@@ -7,6 +7,7 @@ them. Nothing is sent to another node. Without snapshots the fence finds nothing
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from gpu_parts import median_of
 
 import deadpool_ext
 from megatron.hotswap.device import wheel
@@ -197,13 +197,13 @@ class Snapshotting:
             "snapshot_bytes": self.engine.layout.payload_bytes,
             "steps_off": len(off),
             "steps_on": len(with_snapshots),
-            "step_off_s": median_of(off),
-            "step_on_s": median_of(with_snapshots),
-            "on_over_off": median_of(with_snapshots) / median_of(off),
-            "exposed_stall_s": median_of(waits),
+            "step_off_s": statistics.median(off),
+            "step_on_s": statistics.median(with_snapshots),
+            "on_over_off": statistics.median(with_snapshots) / statistics.median(off),
+            "exposed_stall_s": statistics.median(waits),
             "exposed_stall_max_s": max(waits),
-            "exposed_stall_share": median_of(waits) / median_of(with_snapshots),
-            "handing_over_s": median_of(self.begin_s),
+            "exposed_stall_share": statistics.median(waits) / statistics.median(with_snapshots),
+            "handing_over_s": statistics.median(self.begin_s),
             "peak_device_bytes": None if on_cpu else torch.cuda.max_memory_allocated(),
             "all_steps": self.steps,
             "restore": self.restored,

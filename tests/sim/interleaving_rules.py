@@ -15,17 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from violation import Violation, require
+
 from megatron.hotswap.errors import HotSwapError
-
-
-class Violation(AssertionError):
-    """A guarantee does not hold."""
-
-
-def require(holds: bool, guarantee: str, what: str) -> None:
-    """Raise a violation unless it holds."""
-    if not holds:
-        raise Violation(f"{guarantee}: {what}")
 
 
 class Checks:

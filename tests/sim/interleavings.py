@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from unittest import mock
 
 from interleaving_parts import PARTS, RUN_ID, SLOT_BYTES, Actor, Node, PartSlots, Process, Rank
-from interleaving_rules import Checks, Violation
+from interleaving_rules import Checks
+from violation import Violation
 
 from megatron.hotswap.control.commits import Commits
 from megatron.hotswap.control.messages import Acknowledged

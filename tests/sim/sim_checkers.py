@@ -9,19 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from sim_world import Content, Snapshot
+from violation import require
 
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.state import Phase
-
-
-class Violation(AssertionError):
-    """A guarantee does not hold."""
-
-
-def require(holds: bool, guarantee: str, what: str) -> None:
-    """Raise a violation unless it holds."""
-    if not holds:
-        raise Violation(f"{guarantee}: {what}")
 
 
 class Checkers:

@@ -15,8 +15,9 @@ from typing import Any
 from unittest import mock
 
 from sim_agent import FakeAgent
-from sim_checkers import Checkers, Violation
+from sim_checkers import Checkers
 from sim_world import RUN_ID, Clock, FakeSlots, Node, Rendezvous, Stream
+from violation import Violation
 
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.state import Control, ControlConfig, Log, Phase, Send

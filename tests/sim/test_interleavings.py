@@ -11,8 +11,8 @@ import os
 from unittest import mock
 
 import pytest
-from interleaving_rules import Violation
 from interleavings import World, simulate
+from violation import Violation
 
 from megatron.hotswap.recovery import plan
 from megatron.hotswap.replication.transfer import ReplicaStore

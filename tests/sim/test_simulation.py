@@ -13,8 +13,9 @@ from unittest import mock
 
 import pytest
 from sim_agent import FakeAgent
-from sim_driver import Violation, simulate
+from sim_driver import simulate
 from sim_worker import FakeWorker
+from violation import Violation
 
 from megatron.hotswap.control.commits import Commits
 from megatron.hotswap.control.state import Control

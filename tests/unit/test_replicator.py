@@ -112,8 +112,8 @@ def test_only_an_envelope_goes_to_a_holder_with_the_same_payload_and_it_is_put_t
         assert holder.replicator.replicas([holder.worker]) == {0: (5,)}
         spare, into = Side(0), Slots.create(SLOT, 2)
         await spare.transport.serve(spare.store)
-        header = await spare.replicator.fetch(spare.worker, plan_for(membership, 5), lambda h, size: (into, 0))
-        assert header.rank == 0 and into.verify(0) == header
+        slot, header = await spare.replicator.fetch(spare.worker, plan_for(membership, 5), lambda h, size: (into, 0))
+        assert slot == 0 and header.rank == 0 and into.verify(0) == header
         assert bytes(into.view(0)[HEADER_BYTES : HEADER_BYTES + header.metadata_bytes]) == metadata
         assert bytes(into.view(0)[SLOT - PAYLOAD :]) == payload
         for side in (owner, holder, spare):

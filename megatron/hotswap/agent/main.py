@@ -269,10 +269,11 @@ class Agent:
         assert rank is not None
         fetched, slot = 0, None
         if rank in plan.sources:
-            header = await self._replicator.fetch(worker, plan, lambda h, size: self._reserve_own(worker, h, size))
-            if header is None:
+            found = await self._replicator.fetch(worker, plan, lambda h, size: self._reserve_own(worker, h, size))
+            if found is None:
                 return
-            fetched, slot = header.metadata_bytes + header.payload_bytes, worker.fetching_into
+            slot, header = found
+            fetched = header.metadata_bytes + header.payload_bytes
             worker.generations[slot] = plan.generation
             worker.layout_hash = header.layout_hash
             assert worker.slots is not None
@@ -291,7 +292,7 @@ class Agent:
         if worker.slots is None:
             self._require_room(slot_bytes * OWN_SLOTS)
         slots = worker.make_slots(slot_bytes)
-        slot = worker.fetching_into = free_slot(worker, header.generation)
+        slot = free_slot(worker, header.generation)
         worker.generations.pop(slot, None)
         slots.invalidate(slot)
         return slots, slot

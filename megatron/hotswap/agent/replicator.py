@@ -16,7 +16,7 @@ from ..control import messages as m
 from ..errors import PeerFault, SnapshotMismatch
 from ..replication import envelope
 from ..replication.outgoing import Outgoing
-from ..replication.transfer import ReplicaStore, Transport
+from ..replication.transfer import ReplicaStore, Reserve, Transport
 from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import OWN_SLOTS, Slots, Word, next_slot
 from . import own_snapshot
@@ -207,8 +207,9 @@ class Replicator:
 
     # ---- in
 
-    async def fetch(self, worker: WorkerProcess, plan: m.Resume, reserve: Callable[[Header, int], tuple[Slots, int]]) -> Header | None:
-        """Bring the rank's snapshot from the first source that has it undamaged (guarantee 6). None: there was none, which is said."""
+    async def fetch(self, worker: WorkerProcess, plan: m.Resume, reserve: Reserve) -> tuple[int, Header] | None:
+        """Bring the rank's snapshot from the first source that has it undamaged (guarantee 6); returns its slot and header. None: there
+        was none, which is said."""
         rank, version, unreachable = worker.rank, plan.membership.version, []
         assert rank is not None
         for source in plan.sources[rank]:
@@ -223,15 +224,13 @@ class Replicator:
             self._say(m.WorkerError(rank, version, 0, True, text))
         return None
 
-    async def _fetch_from(
-        self, source: m.Source, rank: int, plan: m.Resume, reserve: Callable[[Header, int], tuple[Slots, int]]
-    ) -> Header:
+    async def _fetch_from(self, source: m.Source, rank: int, plan: m.Resume, reserve: Reserve) -> tuple[int, Header]:
         def reserve_either(header: Header, slot_bytes: int) -> tuple[Slots, int]:
             return (Slots.create(slot_bytes, 1), 0) if envelope.is_envelope(header) else reserve(header, slot_bytes)
 
         slots, slot, header = await self._transport.fetch(source.h2h, self._run_id, rank, plan.generation, reserve_either)
         if not envelope.is_envelope(header):
-            return header
+            return slot, header
         found = envelope.unpack(bytes(slots.view(slot)[HEADER_BYTES : HEADER_BYTES + header.metadata_bytes]))
         slots.close()
         there = [r for r, x in enumerate(plan.membership.members) if x.incarnation == source.incarnation and r in found.peers]
@@ -248,7 +247,7 @@ class Replicator:
         except SnapshotMismatch as differs:
             slots.invalidate(slot)
             raise SnapshotMismatch(f"with the payload of rank {there[0]}: {differs}") from differs
-        return inner
+        return slot, inner
 
 
 def own_slot_of(workers: list[WorkerProcess], rank: int, generation: int) -> tuple[Slots, int] | None:

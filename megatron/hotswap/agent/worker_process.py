@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from ..environment import WorkerEnvironment
 from ..errors import SnapshotMismatch
+from ..processes import end_in_words
 from ..snapshot.slots import OWN_SLOTS, ControlBlock, Slots
 from .local import FromWorker, Link, pair
 
@@ -25,7 +25,6 @@ class WorkerProcess:
         self.slots: Slots | None = None
         self.layout_hash: bytes | None = None  # of what is in the slots
         self.generations: dict[int, int] = {}  # slot -> generation that was begun or fetched there
-        self.fetching_into = 0  # slot
         self.peers: tuple[int, ...] = ()  # ranks with the same payload, since the optimizer's state is not sharded
         self.envelopes: Slots | None = None  # what goes to holders that have the payload themselves
         self.metadata_room_bytes = 0
@@ -69,7 +68,7 @@ class WorkerProcess:
         """How the process ended or got stuck, in words, or None while it runs."""
         status = self.process.poll()
         if status is not None:
-            return f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+            return end_in_words(status)
         try:
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 import msgspec
 
 from ..errors import PeerFault
+from ..processes import end_in_words
 from ..snapshot.slots import Slots
 
 #: How much of what a dead side process wrote last is quoted.
@@ -251,10 +251,7 @@ class SideProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0.05)  # the pair closes a moment before the process can be waited for
         status = self.process.poll()
-        if status is None:
-            how = why or "it closed its link"
-        else:
-            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        how = (why or "it closed its link") if status is None else end_in_words(status)
         last = os.pread(self._log, _LAST_WORDS_BYTES, max(0, os.fstat(self._log).st_size - _LAST_WORDS_BYTES))
         words = " ".join(last.decode(errors="replace").split())
         self.fail(PeerFault(f"the side process is gone: {how}" + (f"; its last words: {words}" if words else "")))

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from ..processes import die_with_parent
 from .side import (
     MESSAGE_BYTES_MAX,
     Begin,
@@ -44,7 +45,6 @@ from .side import (
 #: less than the sleep. Measured: 64 MiB over loopback TCP in 0.25 s with single polls, 0.10 s with bursts.
 _POLLS_A_BURST = 32
 _SLEEP_S = 0.0001
-_PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1000  # the default, 50 µs, would add half as much again to every sleep
 _MAX_DESCRIPTORS = 1
@@ -164,9 +164,8 @@ class _Side:
 
 def run(library: Library) -> None:
     """The main function of a side process. Does not return."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS)
+    die_with_parent()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the agent decides what follows
     sock = socket.socket(fileno=int(sys.argv[1]))
     code = 0

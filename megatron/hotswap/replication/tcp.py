@@ -25,6 +25,7 @@ from typing import Any
 from ..errors import PeerFault, SnapshotMismatch
 from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import Slots
+from . import wire
 from .chunks import CHUNK_BYTES
 from .incoming import Incoming
 from .outgoing import Outgoing
@@ -39,7 +40,6 @@ STREAMS = 4
 #: tenth of that; the rest is for queues), divided over the streams. The kernel finds the product by itself and keeps buffers as
 #: small as that allows, which spares caches, up to a limit of the system; only where that is lower are buffers set by hand.
 _LINK_BYTES_PER_S, _ROUND_TRIP_S = 12.5e9, 0.5e-3
-_CONNECT_TIMEOUT_S = 5.0
 #: How long the reason for a broken stream is waited for on the control connection.
 _REASON_TIMEOUT_S = 2.0
 
@@ -116,10 +116,7 @@ class TcpTransport(Transport):
     async def serve(self, replicas: ReplicaStore) -> str:
         self._memory_version = lambda: replicas.version
         self._server = Server(self._token, replicas, self._chunk_bytes)
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._size_buffers(listener)
-        listener.bind((self._interface, 0))
-        return self._server.listen(listener)
+        return self._server.begin(wire.listen(self._interface, self._size_buffers))
 
     async def push(self, address: str, outgoing: Outgoing) -> None:
         bundle = await self._bundle(address)
@@ -179,33 +176,20 @@ class TcpTransport(Transport):
         return chosen or await self._connect(address)
 
     async def _connect(self, address: str) -> _Bundle:
-        opening = [asyncio.ensure_future(self._open(address)) for _ in range(self._streams + 1)]
+        opening = [
+            asyncio.ensure_future(wire.connect(address, self._interface, self._token, self._size_buffers))
+            for _ in range(self._streams + 1)
+        ]
         try:
-            control, *streams = await asyncio.wait_for(asyncio.gather(*opening), _CONNECT_TIMEOUT_S)
-        except BaseException as broken:
+            control, *streams = await asyncio.gather(*opening)
+        except BaseException:
             for task in opening:
                 task.cancel()
             for opened in await asyncio.gather(*opening, return_exceptions=True):
                 if isinstance(opened, Stream):
                     await opened.close()
-            if isinstance(broken, OSError | TimeoutError | PeerFault):
-                raise PeerFault(f"no connection to {address}: {broken or 'no answer in time'}") from broken
             raise
         return _Bundle(control, streams)
-
-    async def _open(self, address: str) -> Stream:
-        host, port = address.rsplit(":", 1)
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._size_buffers(sock)
-        stream = Stream(sock)
-        try:
-            sock.bind((self._interface, 0))
-            await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
-            await stream.prove_as_client(self._token)
-        except BaseException:
-            await stream.close()
-            raise
-        return stream
 
     async def _close(self, bundle: _Bundle) -> None:
         """To its end, even where the caller is cancelled again meanwhile."""

@@ -76,11 +76,9 @@ class Server:
         self._transfers: dict[bytes, _Transfer] = {}
         self._receiving: dict[tuple[int, int], _Transfer] = {}  # (rank, slot) -> what writes into it
 
-    def listen(self, listener: socket.socket) -> str:
-        """Begin to serve on a bound socket; returns its address."""
+    def begin(self, listener: socket.socket) -> str:
+        """Begin to serve on a listening socket; returns its address."""
         self._listener = listener
-        listener.listen(128)
-        listener.setblocking(False)
         self._spawn(self._accept(listener))
         host, port = listener.getsockname()
         return f"{host}:{port}"

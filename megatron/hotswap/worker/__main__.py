@@ -6,10 +6,8 @@ Megatron parses the arguments (patches/arguments.py).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
-import signal
 import sys
 import threading
 import traceback
@@ -18,8 +16,7 @@ from .. import config, environment
 from ..control import messages as m
 from ..device import cpu, wheel
 from ..errors import UsageError
-
-_PR_SET_PDEATHSIG = 1
+from ..processes import die_with_parent
 
 
 def main() -> None:
@@ -79,7 +76,7 @@ def _exit_code(end: SystemExit) -> tuple[int, str]:
 
 def _die_with_parent() -> None:
     """A worker without its agent must not go on: the kernel kills it when the agent dies, however it dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() == 1:
         os._exit(3)
 
