@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import socket
 import sys
@@ -99,6 +100,7 @@ class Agent:
         finally:
             for task in [*tasks, *([self._recovery] if self._recovery else [])]:
                 task.cancel()
+            faulthandler.cancel_dump_traceback_later()
             self._replicator.close()
             for worker in self._workers:
                 loop.remove_reader(worker.link.sock)
@@ -176,6 +178,8 @@ class Agent:
         while True:
             sequence += 1
             self._say(m.Heartbeat(sequence))
+            # Should this loop stand still for half a lease, the log is to show where: a node that falls silent cannot be asked.
+            faulthandler.dump_traceback_later(self._lease_s / 2)
             before = loop.time()
             await asyncio.sleep(self.config.heartbeat_interval_s)
             pause = loop.time() - before - self.config.heartbeat_interval_s

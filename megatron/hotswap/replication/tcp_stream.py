@@ -205,14 +205,16 @@ class Stream:
     # ---- chunks
 
     def in_thread(self, work: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
-        """Run `work(fd, *arguments)` on a thread of its own, so that no number of stalled peers can use up a pool."""
+        """Run `work(fd, *arguments)` on a thread of its own, so that no number of stalled peers can use up a pool.
+
+        The socket stays non-blocking, so that whatever happens on the loop meanwhile cannot stop it; the native calls poll.
+        """
         done: asyncio.Future[None] = self._loop.create_future()
         done.add_done_callback(lambda f: f.cancelled() or f.exception())  # looked at by who waits, else of no interest
         ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = ended
 
         def settle(error: BaseException | None) -> None:
-            self.sock.setblocking(False)
             ended.set_result(None)
             if not done.cancelled():
                 done.set_result(None) if error is None else done.set_exception(error)
@@ -226,7 +228,6 @@ class Stream:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(settle, error)
 
-        self.sock.setblocking(True)  # the kernel waits in the call, and no frame is read or written meanwhile
         threading.Thread(target=run, name="deadpool-h2h", daemon=True).start()
         return done
 
