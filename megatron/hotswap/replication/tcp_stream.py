@@ -135,6 +135,7 @@ class Stream:
 
     async def write(self, data: bytes) -> None:
         """All of it."""
+        self._require_no_thread()
         await self._loop.sock_sendall(self.sock, data)
 
     async def read(self, length: int) -> bytes:
@@ -143,6 +144,7 @@ class Stream:
         Raises:
             PeerFault: the peer closed before the last one.
         """
+        self._require_no_thread()
         buffer = bytearray(length)
         view = memoryview(buffer)
         while view:
@@ -207,7 +209,8 @@ class Stream:
     def in_thread(self, work: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
         """Run `work(fd, *arguments)` on a thread of its own, so that no number of stalled peers can use up a pool.
 
-        The socket stays non-blocking, so that whatever happens on the loop meanwhile cannot stop it; the native calls poll.
+        Meanwhile the socket blocks, so that the kernel waits in the call (polling costs a tenth of the bandwidth), and no frame
+        is read or written: that would stop the loop.
         """
         done: asyncio.Future[None] = self._loop.create_future()
         done.add_done_callback(lambda f: f.cancelled() or f.exception())  # looked at by who waits, else of no interest
@@ -215,6 +218,7 @@ class Stream:
         self._thread = ended
 
         def settle(error: BaseException | None) -> None:
+            self.sock.setblocking(False)
             ended.set_result(None)
             if not done.cancelled():
                 done.set_result(None) if error is None else done.set_exception(error)
@@ -228,8 +232,13 @@ class Stream:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(settle, error)
 
+        self.sock.setblocking(True)
         threading.Thread(target=run, name="deadpool-h2h", daemon=True).start()
         return done
+
+    def _require_no_thread(self) -> None:
+        if self._thread is not None and not self._thread.done():
+            raise PeerFault("a frame was due on a connection whose thread still moves chunks; the connection is given up")
 
     def cut(self) -> None:
         """End whatever uses the socket, at once."""
