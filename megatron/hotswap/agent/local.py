@@ -61,6 +61,7 @@ class Plan(_Local, frozen=True):
     redo_sections: bool
     fetched_bytes: int
     fetched_slot: int | None  # where it was put, if it was fetched
+    replaced: tuple[int, ...] = ()  # ranks whose process is new
 
 
 class Copying(_Local, frozen=True):

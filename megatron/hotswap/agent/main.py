@@ -289,7 +289,7 @@ class Agent:
         worker.control.set(Word.ACKNOWLEDGED, plan.generation)
         worker.control.set(Word.COMMITTED, min(worker.control.get(Word.COMMITTED), plan.generation))
         worker.control.set(Word.VOID, 0)  # what was skipped in the membership before may be taken in this one
-        order = local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched, slot)
+        order = local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched, slot, plan.replaced)
         self._tell(worker, order)
 
     def _reserve_own(self, worker: WorkerProcess, header: Header, slot_bytes: int) -> tuple[Slots, int]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 #: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
 
@@ -238,10 +238,11 @@ class Start(_Message, frozen=True):
 
 
 class Halt(_Message, frozen=True):
-    """Membership `version` is over."""
+    """Membership `version` is over. `lost` are the ranks whose process is known to be gone: what is waited for there never comes."""
 
     version: int
     reason: str
+    lost: tuple[int, ...] = ()
 
 
 class Assign(_Message, frozen=True):
@@ -256,7 +257,7 @@ class Resume(_Message, frozen=True):
     """The plan of a recovery: go on under `membership` from `generation`.
 
     `sources[rank]` are the agents that have the rank's snapshot, to be tried in this order; ranks that use their own slots are not
-    in it.
+    in it. `replaced` are the ranks whose process is new: none of the groups that it is in can be kept.
     """
 
     membership: Membership
@@ -264,6 +265,7 @@ class Resume(_Message, frozen=True):
     store: str
     sources: dict[int, tuple[Source, ...]]
     redo_sections: bool
+    replaced: tuple[int, ...] = ()
 
 
 class Commit(_Message, frozen=True):

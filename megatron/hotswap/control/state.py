@@ -304,7 +304,7 @@ class Control:
         self.recovery.evidence += evidence
         what = f"lost {lost}" if lost else f"every node lives, but {evidence[0]}"
         reason = f"{what}: membership {over} is over"
-        halt = m.Halt(over, reason)
+        halt = m.Halt(over, reason, tuple(self._vacant()))
         self.halted = set(self.agents)
         rung = "swap" if self._vacant() else "reset"
         log = Log("recovery", reason, {"rung": rung, "evidence": evidence, "version": over, "lost": lost})
@@ -424,7 +424,8 @@ class Control:
         self.recovery.planned_s = now
         self.recovery.generation = choice.generation
         self.commits.begin_again(choice.generation)
-        resume = m.Resume(self.membership, choice.generation, self._store(), sources, choice.redo_sections)
+        replaced = tuple(rank for rank, report in sorted(self.halt_reports.items()) if report.done is None)
+        resume = m.Resume(self.membership, choice.generation, self._store(), sources, choice.redo_sections, replaced)
         data = {"version": self.version, "generation": choice.generation, "fetch": sorted(sources), "holders": holders}
         logs = [Log("plan", choice.reason, data), *([Log("placement", worse)] if worse else [])]
         return [*(Send(i, resume) for i in self._member_agents()), *logs]
