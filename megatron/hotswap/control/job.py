@@ -1,0 +1,73 @@
+"""The state of one job, and what every part of the core asks of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from . import messages as m
+from .commits import Commits
+from .config import ControlConfig
+from .decisions import Decision, Log, Send
+from .lease import Lease
+from .membership import Agent
+from .phases import Phase, require_change
+from .timeline import Recovery
+
+
+class Job:
+    """What is known of one job. `exit_code` is set once, when the job is over."""
+
+    def __init__(self, config: ControlConfig) -> None:
+        self.config = config
+        self.phase = Phase.GATHERING
+        self.agents: dict[str, Agent] = {}
+        self.fenced: dict[str, str] = {}  # incarnation -> why it may not come back
+        self.membership: m.Membership | None = None
+        self.version = 0  # the newest version ever used; only grows
+        self.commits = Commits(config.grid.world_size)
+        self.exit_code: int | None = None
+        self.exit_reason = ""
+        self.failed: tuple[str, int] | None = None  # the worker whose failure ended the job: its agent's incarnation, its index
+        self.recovery: Recovery | None = None
+        self.recoveries: list[Recovery] = []
+        self.gathered_s: float | None = None
+        self.said_waiting = ""
+        self.sources: Mapping[int, tuple[str, ...]] = {}  # of the plan: rank -> agents to fetch from; own slots are not in it
+        self.halt_reports: dict[int, m.HaltReport] = {}
+        self.replica_reports: dict[str, m.ReplicaReport] = {}
+        self.halted: set[str] = set()  # agents that were told of the halt, so that their report of replicas must come
+        self.errors: dict[int, tuple[float, m.WorkerError]] = {}
+        self.finished: set[int] = set()
+        self.deadline_s: float | None = None
+        self.spare_deadline_s: float | None = None
+        self.lease = Lease(config)
+
+    @property
+    def committed(self) -> int:
+        """The newest generation that every rank's holders have; -1: none yet."""
+        return self.commits.committed
+
+    def _enter(self, phase: Phase) -> None:
+        require_change(self.phase, phase)
+        self.phase = phase
+
+    def _vacant(self) -> list[int]:
+        """Ranks whose member is gone."""
+        assert self.membership is not None
+        return [r for r, x in enumerate(self.membership.members) if x.incarnation not in self.agents]
+
+    def _member_agents(self) -> list[str]:
+        assert self.membership is not None
+        return [i for i in dict.fromkeys(x.incarnation for x in self.membership.members) if i in self.agents]
+
+    def _holds_rank(self, incarnation: str) -> bool:
+        return self.membership is not None and any(x.incarnation == incarnation for x in self.membership.members)
+
+    def _counts(self, incarnation: str, event: m.Acknowledged | m.Skipped | m.Restored | m.FirstStep) -> bool:
+        """Whether it is of the present membership, and said by the agent that holds the rank in it."""
+        return event.version == self.version and event.rank in self.agents[incarnation].ranks
+
+    def _end(self, code: int, reason: str, failed: tuple[str, int] | None = None) -> list[Decision]:
+        self._enter(Phase.ENDED)
+        self.exit_code, self.exit_reason, self.failed = code, reason, failed
+        return [Log("end", reason, {"code": code, "failed": failed}), *(Send(i, m.Stop(code, reason)) for i in self.agents)]

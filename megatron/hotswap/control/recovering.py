@@ -1,0 +1,214 @@
+"""What follows a loss: halt, plan, resume, and what it takes until every rank has done a step again. Pure.
+
+recovery/plan.py picks the generation; here it is asked, with what every rank and every holder has reported.
+"""
+
+from __future__ import annotations
+
+from ..recovery import plan
+from . import messages as m
+from .decisions import Decision, Log, Send
+from .job import Job
+from .membership import one_per_node, place_again
+from .phases import Phase
+from .timeline import Recovery
+
+#: Recoveries of one failure that may end by the deadline of resuming before the job does: a fault that comes again is no accident.
+RESUME_TIMEOUTS_MAX = 2
+
+
+class Recovering(Job):
+    """The ladder of a recovery. Control (state.py) calls it with the events."""
+
+    # ---- losing nodes
+
+    def _lose(self, evidence: dict[str, str], now: float) -> list[Decision]:
+        """Nodes are gone: fence them, and if they held ranks, begin (or begin again) a recovery. Many at once are one recovery."""
+        out: list[Decision] = []
+        lost, heard = [], now
+        for incarnation, why in evidence.items():
+            agent = self.agents.pop(incarnation)
+            self.fenced[incarnation] = why
+            self.replica_reports.pop(incarnation, None)
+            out.append(Send(incarnation, m.Refused(f"node {agent.node} was given up: {why}")))
+            out.append(Log("node-lost", f"{agent.node}: {why}", {"node": agent.node, "incarnation": incarnation, "spare": agent.spare}))
+            if self._holds_rank(incarnation):
+                lost.append(agent.node)
+                heard = min(heard, agent.last_heard_s)
+        if not lost or self.phase is Phase.GATHERING:
+            return out
+        if self.finished:  # some rank is through its whole script, so all have trained to the end
+            return out + self._end(0, f"training is done; {lost} were lost after it")
+        return out + self._begin_recovery(lost, list(evidence.values()), heard, now)
+
+    def _begin_recovery(self, lost: list[str], evidence: list[str], heard: float, now: float) -> list[Decision]:
+        assert self.membership is not None
+        over = self.version
+        self.version += 1
+        self._enter(Phase.HALTING)
+        self.deadline_s = now + self.config.halt_timeout_s
+        self.halt_reports.clear()
+        self.replica_reports.clear()
+        self.errors.clear()
+        self.finished.clear()
+        if self.recovery is None:
+            self.recovery = Recovery(now, heard, [], [], now)
+        else:
+            self.recovery.attempts += 1
+            self.recovery.restored.clear()
+            self.recovery.first_step.clear()
+        self.recovery.lost_nodes += lost
+        self.recovery.evidence += evidence
+        what = f"lost {lost}" if lost else f"every node lives, but {evidence[0]}"
+        reason = f"{what}: membership {over} is over"
+        halt = m.Halt(over, reason, tuple(self._vacant()))
+        self.halted = set(self.agents)
+        rung = "swap" if self._vacant() else "reset"
+        log = Log("recovery", reason, {"rung": rung, "evidence": evidence, "version": over, "lost": lost})
+        return [*(Send(i, halt) for i in self.agents), log, *self._assign_spares(now)]
+
+    def _assign_spares(self, now: float) -> list[Decision]:
+        """Give each vacant node's ranks to a warm spare, as soon as there is one."""
+        assert self.membership is not None and self.recovery is not None
+        out: list[Decision] = []
+        vacant = self._vacant()
+        per_node = self.config.ranks_per_node
+        members = list(self.membership.members)
+        # A node that came back before its former life was given up must not hold its own replicas: it waits for that verdict.
+        taken = {x.node for x in members if x.incarnation in self.agents}
+        spares = one_per_node(a for a in self.agents.values() if a.warm and a.spare and a.node not in taken)
+        for ranks in (vacant[i : i + per_node] for i in range(0, len(vacant), per_node)):
+            if not spares:
+                self.spare_deadline_s = self.spare_deadline_s or now + self.config.wait_for_spare_s
+                out.append(Log("no-spare", f"ranks {ranks} wait for a spare, at most {self.config.wait_for_spare_s} s", {"ranks": ranks}))
+                break
+            spare = spares.pop(0)
+            for worker, rank in enumerate(ranks):
+                spare.ranks[worker] = rank
+                members[rank] = spare.member(worker)
+            self.deadline_s = max(self.deadline_s or now, now + self.config.halt_timeout_s)  # it may have joined long after the halt
+            out.append(Send(spare.incarnation, m.Assign(self.version, tuple(ranks), len(members))))
+            out.append(Log("assign", f"spare {spare.node} takes ranks {ranks}", {"node": spare.node, "ranks": ranks}))
+        self.membership = m.Membership(self.version, tuple(members), self.membership.holders)
+        if not self._vacant():
+            self.spare_deadline_s = None
+        return out
+
+    # ---- planning and resuming
+
+    def _halt_report(self, incarnation: str, event: m.HaltReport, now: float) -> list[Decision]:
+        if event.version != self.version - 1 or event.rank not in self.agents[incarnation].ranks:
+            return []
+        self.halt_reports[event.rank] = event
+        return self._try_plan(now)
+
+    def _replica_report(self, incarnation: str, event: m.ReplicaReport, now: float) -> list[Decision]:
+        if event.version != self.version - 1:
+            return []
+        self.replica_reports[incarnation] = event
+        return self._try_plan(now)
+
+    def _give_up_silent_ranks(self, now: float) -> list[Decision]:
+        """A halt that does not get through within its time: the nodes of the ranks (or agents) that are silent are given up."""
+        assert self.membership is not None
+        silent = dict.fromkeys(self._unreported(), "its agent did not report its replicas in time")
+        for rank, member in enumerate(self.membership.members):
+            if rank not in self.halt_reports and member.incarnation in self.agents:
+                silent[member.incarnation] = f"rank {rank} did not report its halt in time"
+        return self._lose(silent, now) if silent else []
+
+    def _unreported(self) -> list[str]:
+        """Members that were told of the halt and have not said yet what replicas they hold. Who joined later holds none."""
+        return [i for i in self._member_agents() if i in self.halted and i not in self.replica_reports]
+
+    def _resume_overdue(self, now: float) -> list[Decision]:
+        """Some ranks did not restore in time. That does not say whose fault it is, since they wait for each other: halt them again;
+        who is stuck does not report and is given up, and all others still hold their snapshots."""
+        assert self.recovery is not None and self.membership is not None
+        missing = sorted(set(range(len(self.membership.members))) - self.recovery.restored.keys())
+        what = f"rank(s) {missing} did not restore generation {self.recovery.generation} in {self.config.resume_timeout_s} s"
+        if self.recovery.timeouts >= RESUME_TIMEOUTS_MAX:
+            return self._end(1, f"{what}, {RESUME_TIMEOUTS_MAX + 1} times in a row; evidence: {'; '.join(self.recovery.evidence)}")
+        self.recovery.timeouts += 1
+        return self._begin_recovery([], [what], now, now)
+
+    def _try_plan(self, now: float) -> list[Decision]:
+        assert self.membership is not None and self.recovery is not None
+        vacant = self._vacant()
+        if vacant:
+            if self.spare_deadline_s is not None and now > self.spare_deadline_s:
+                return self._end(75, f"ranks {vacant} have no spare, and none came in {self.config.wait_for_spare_s} s")
+            return []
+        if len(self.halt_reports) < len(self.membership.members):
+            return []
+        if not self.recovery.halted_s:
+            self.recovery.halted_s = now
+        if self._unreported():
+            return []
+        choice = plan.choose(*self._held())
+        if isinstance(choice, str):
+            return self._end(1, f"nothing to go back to: {choice}")
+        return self._resume(choice, now)
+
+    def _held(self) -> tuple[list[plan.Holdings], dict[int, dict[int, list[str]]]]:
+        """What every rank and every holder has said to have, less what is known to be damaged: as plan.choose wants it."""
+        assert self.membership is not None
+        holdings = [
+            plan.Holdings(r.done, r.between_steps, self.commits.usable(member.incarnation, rank, r.own))
+            for (rank, r), member in zip(sorted(self.halt_reports.items()), self.membership.members, strict=True)
+        ]
+        replicas: dict[int, dict[int, list[str]]] = {}
+        for incarnation, report in self.replica_reports.items():
+            for rank, generations in report.replicas.items():
+                for generation in self.commits.usable(incarnation, rank, generations):
+                    replicas.setdefault(rank, {}).setdefault(generation, []).append(incarnation)
+        return holdings, replicas
+
+    def _resume(self, choice: plan.Choice, now: float) -> list[Decision]:
+        assert self.membership is not None and self.recovery is not None
+        members = self.membership.members
+        holders, worse = place_again(self.config, self.membership, self.agents)
+        self.membership = m.Membership(self.version, members, holders)
+        self.sources = choice.fetch
+        sources = {r: tuple(m.Source(i, self.agents[i].join.h2h) for i in held_by) for r, held_by in choice.fetch.items()}
+        self._enter(Phase.RESUMING)
+        self.deadline_s = now + self.config.resume_timeout_s
+        self.recovery.planned_s = now
+        self.recovery.generation = choice.generation
+        self.commits.begin_again(choice.generation)
+        replaced = tuple(rank for rank, report in sorted(self.halt_reports.items()) if report.done is None)
+        resume = m.Resume(self.membership, choice.generation, self._store(), sources, choice.redo_sections, replaced)
+        data = {"version": self.version, "generation": choice.generation, "fetch": sorted(sources), "holders": holders}
+        logs = [Log("plan", choice.reason, data), *([Log("placement", worse)] if worse else [])]
+        return [*(Send(i, resume) for i in self._member_agents()), *logs]
+
+    def _store(self) -> str:
+        """An unused rendezvous store: that of a rank which had a state when it was halted, else one that a spare served when warm."""
+        assert self.membership is not None
+        survivors = [r for r, report in sorted(self.halt_reports.items()) if report.done is not None]
+        if survivors:
+            return self.halt_reports[survivors[0]].store
+        first = self.membership.members[0]
+        return self.agents[first.incarnation].stores[first.worker]
+
+    def _restored(self, incarnation: str, event: m.Restored, now: float) -> list[Decision]:
+        if not self._counts(incarnation, event) or self.membership is None or self.recovery is None:
+            return []
+        self.recovery.restored[event.rank] = event
+        if len(self.recovery.restored) < len(self.membership.members):
+            return []
+        self.recovery.restored_s = now
+        self._enter(Phase.TRAINING)
+        self.deadline_s = None
+        reason = f"membership {self.version} trains on from generation {self.recovery.generation}"
+        return [Log("resumed", reason, {"version": self.version})]
+
+    def _first_step(self, incarnation: str, event: m.FirstStep, now: float) -> list[Decision]:
+        if not self._counts(incarnation, event) or self.membership is None or self.recovery is None:
+            return []
+        self.recovery.first_step.add(event.rank)
+        if self.phase is not Phase.TRAINING or len(self.recovery.first_step) < len(self.membership.members):
+            return []
+        done, self.recovery = self.recovery, None
+        self.recoveries.append(done)
+        return [Log("recovered", f"{'swap' if done.lost_nodes else 'reset'} complete", {"recovery": done.time_line(self.version, now)})]
