@@ -27,6 +27,8 @@ class HotSwapConfig:
     resume_timeout_s: float
     collective_timeout_s: float
     wait_for_spare_s: float
+    respawn_timeout_s: float
+    respawn_window_s: float
     replicas: int
     failure_domain: str  # node, switch, or a file
     interval: int  # steps
@@ -36,7 +38,8 @@ class HotSwapConfig:
     transport: str
 
     def __post_init__(self) -> None:
-        for name in ("lease_s", "heartbeat_interval_s", "halt_timeout_s", "resume_timeout_s", "collective_timeout_s"):
+        positive = ("lease_s", "heartbeat_interval_s", "halt_timeout_s", "resume_timeout_s", "collective_timeout_s", "respawn_timeout_s")
+        for name in positive:
             value = getattr(self, name)
             if value <= 0:
                 raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be greater than 0, got {value}")
@@ -76,7 +79,7 @@ _DEADLINES = (
         float,
         45.0,
         "S",
-        "a survivor that is not out of its step this long after the halt is given up (default: %(default)s)",
+        "a survivor that is not out of its step this long after the halt is stuck: it is started again (default: %(default)s)",
     ),
     _Flag(
         "resume-timeout-s",
@@ -91,6 +94,21 @@ _DEADLINES = (
         60.0,
         "S",
         "how long a rank without a spare is waited for before the job ends with code 75 (default: %(default)s)",
+    ),
+    _Flag(
+        "respawn-timeout-s",
+        float,
+        60.0,
+        "S",
+        "a worker that failed alone is started again on its node; if it is not up after this long, a spare takes over the node's ranks "
+        "(default: %(default)s)",
+    ),
+    _Flag(
+        "respawn-window-s",
+        float,
+        600.0,
+        "S",
+        "a node whose workers fail again within this time is given up, and a spare takes over its ranks (default: %(default)s)",
     ),
 )
 _SNAPSHOTS = (

@@ -21,6 +21,10 @@ class Fenced(HotSwapError):
     """This process belongs to a membership that is over; it must end itself without touching anything."""
 
 
+class InjectedFault(HotSwapError):
+    """Raised on purpose, to see what follows: it stands for an error of the user's program."""
+
+
 class Halted(RuntimeError):
     """The membership that the training thread was working in is over.
 

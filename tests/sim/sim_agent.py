@@ -44,8 +44,12 @@ class FakeAgent:
         config = self.world.control.config
         self.say(m.Join(m.PROTOCOL, config.run_id, config.token, self.node.name, self.incarnation, len(self.workers), self.incarnation))
         for worker in self.workers:
-            self.node.after(self.world.clock.about(0.3), self.say, m.WorkerReady(worker.index, f"spare-store-{worker.index}"))
+            self.node.after(self.world.clock.about(0.3), self._warm, worker)
         self._beat()
+
+    def _warm(self, worker: FakeWorker) -> None:
+        if worker.life == 0:
+            self.say(m.WorkerReady(worker.index, f"spare-store-{worker.index}"))
 
     def say(self, message: m.FromAgent) -> None:
         """To the coordinator."""
@@ -82,6 +86,7 @@ class FakeAgent:
             m.Start: self._start,
             m.Halt: self._halt,
             m.Assign: self._assign,
+            m.Respawn: lambda message: self.workers[message.worker].start_again(),
             m.Resume: self._resume,
             m.Commit: self._commit,
             m.Void: self._void,
@@ -108,8 +113,8 @@ class FakeAgent:
         self.say(m.ReplicaReport(message.version, self.replicas.generations()))
 
     def _assign(self, message: m.Assign) -> None:
-        for worker, rank in zip(self.workers, message.ranks, strict=True):
-            worker.assign(rank, message.version)
+        for index, rank in message.ranks.items():
+            self.workers[index].assign(rank, message.version)
 
     def _resume(self, message: m.Resume) -> None:
         self.membership, self.version = message.membership, message.membership.version
@@ -221,9 +226,10 @@ class FakeAgent:
         return version == self.version
 
     def replica_snapshots(self, rank: int) -> dict[int, Snapshot]:
-        """Slot -> what is there for a rank, complete."""
-        slots = self.replicas._slots.get(rank)
-        return {} if slots is None else {i: s for i, s in enumerate(slots.snapshots) if s is not None}
+        """Slot -> what is there for a rank, complete. What the store has gone back behind does not count any more."""
+        slots, held = self.replicas._slots.get(rank), self.replicas._complete.get(rank, {})
+        snapshots = [] if slots is None else enumerate(slots.snapshots)
+        return {i: s for i, s in snapshots if s is not None and held.get(i) == s.content.generation}
 
     def holds(self, header: Header) -> bool:
         """Whether this very snapshot is here, whole: then its sender only did not hear so."""

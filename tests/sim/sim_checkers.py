@@ -28,6 +28,7 @@ class Checkers:
         self.skipped: set[tuple[int, int]] = set()  # (version, generation) that some rank did not take
         self.peak = 0  # newest generation that all ranks had completed, ever
         self.history: list[int] = []  # generations committed, by truth, that lie on the way to the present state
+        self.program_errors: dict[tuple[int, str], tuple[int, int]] = {}  # (step, text) -> (rank, version)
         self.stepped: dict[tuple[int, int], str] = {}  # (version, rank) -> incarnation that completed steps as it
 
     # ---- guarantee 1: one membership at a time
@@ -44,6 +45,20 @@ class Checkers:
         """Compare."""
         if before is not None:
             require(self.before_event(incarnation) == before, "guarantee 1", f"an event of the fenced agent {incarnation} changed the job")
+
+    def on_program_error(self, event: m.WorkerError) -> None:
+        """The coordinator has heard of an exception that no communication raised: the same one twice is the program's, once is not."""
+        control = self.world.control
+        which = event.step, event.text
+        if event.version < max(self.memberships):
+            return  # of a membership that is over: it may or may not have been heard
+        if self.program_errors.get(which) == (event.rank, event.version):
+            return  # it has only arrived again
+        if which in self.program_errors:
+            require(control.exit_code is not None, "ladder", f"step {event.step}: {event.text} came again, and the job goes on")
+        elif self.peak > 0 and control.exit_code is not None:
+            require("failed in step" not in control.exit_reason, "ladder", f"one error ended the job: {control.exit_reason}")
+        self.program_errors[which] = event.rank, event.version
 
     def on_membership(self, membership: m.Membership, generation: int, reports: dict[int, m.HaltReport], redo: bool) -> None:
         """The coordinator publishes a membership."""
@@ -110,6 +125,7 @@ class Checkers:
         want = Content(worker.rank, plan.generation)
         have = None if snapshot is None else snapshot.content
         require(have == want, "guarantee 2", f"rank {worker.rank} is to restore {want}, its slot has {have}")
+        require(snapshot is not None and not snapshot.torn, "guarantee 2", f"rank {worker.rank} restores a torn copy of {want}")
 
     def on_restored(self, worker: Any) -> None:
         """A rank is about to train on."""
@@ -185,6 +201,8 @@ class Checkers:
             holders = {x.node for x in control.membership.members if x.incarnation in control.agents}
             require(all(a.node in holders for a in warm), "ending", "the job gave up for want of a spare while there was one")
         else:
+            if "failed in step" in control.exit_reason:  # on_program_error has judged it
+                return
             require("nothing to go back to" in control.exit_reason or self.peak == 0, "ending", f"unexpected: {control.exit_reason}")
             lost = {x.incarnation for v in self.memberships.values() for x in v.members} & control.fenced.keys()
             few = len(lost) <= self.world.control.config.replicas and not self.world.rotted

@@ -16,6 +16,7 @@ from unittest import mock
 
 from sim_agent import FakeAgent
 from sim_checkers import Checkers
+from sim_worker import FakeWorker
 from sim_world import RUN_ID, Clock, FakeSlots, Node, Rendezvous, Stream
 from violation import Violation
 
@@ -26,7 +27,10 @@ from megatron.hotswap.topology.grid import Grid
 
 TIME_MAX_S = 600.0
 TICK_S = 0.1
-FAULTS = ("kill", "kill", "power", "freeze", "freeze-short", "cut", "worker", "link", "rot", "rot")
+FAULTS = (
+    *("kill", "kill", "power", "freeze", "freeze-short", "cut", "link", "rot", "rot"),
+    *("worker", "worker", "workers", "hang", "error", "bug"),
+)
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Outcome:
     swaps: int
     skipped: int
     damaged: int
+    climbed: bool = False  # whether a process was started again and its node, or another, given up in the same recovery
+    respawned: int = 0  # ranks that another process has read back from the slots
     faults: list[str] = field(default_factory=list)
 
 
@@ -61,6 +67,9 @@ class World:
         self.rotted = False  # whether the bytes of some copy have changed
         self.proven_by_step = rng.random() < 0.5
         self.sections = rng.random() < 0.5
+        self.bug: tuple[int | None, int] | None = None  # (rank, step) that raises whenever it is reached
+        self.respawned = 0
+        self.respawns_fail = rng.random() < 0.1  # a process that is started again does not come up
         self.holders_look = True  # whether a holder looks for the same snapshot before it overwrites a slot with it
         # Every schedule has its own weather, so that some are extreme in one thing.
         self.repeat_chance = rng.choice([0.0, 0.02, 0.3])
@@ -80,6 +89,8 @@ class World:
                 resume_timeout_s=6.0,
                 wait_for_spare_s=5.0,
                 settle_s=2.0,
+                respawn_timeout_s=4.0,
+                respawn_window_s=rng.choice([0.0, 1.0, 100.0]),
                 replicas=self.replicas,
             )
         )
@@ -129,6 +140,8 @@ class World:
         before = self.checkers.before_event(incarnation)
         self._decided(self.control.handle(incarnation, event, self.clock.now))
         self.checkers.after_event(incarnation, before)
+        if isinstance(event, m.WorkerError) and not event.collective and before is None:
+            self.checkers.on_program_error(event)
 
     def tick(self) -> None:
         """The coordinator's timer."""
@@ -200,11 +213,14 @@ class World:
         elif kind == "rot":
             self._rot(agent)
             return
-        elif kind == "worker":
-            agent.say(m.WorkerLost(0, "killed by SIGSEGV"))
-            self._silence(agent)
-        else:
+        elif kind in ("worker", "workers"):
+            for worker in agent.workers if kind == "workers" else [rng.choice(agent.workers)]:
+                agent.node.run(self._kill_worker, agent, worker)
+        elif kind == "link":
             self._link_fault(agent)
+            return
+        else:
+            self._thread_fault(kind, agent)
             return
         self._collective_errors()
         if rng.random() < 0.4 and kind != "freeze-short":
@@ -225,12 +241,38 @@ class World:
             self.rng.choice(copies).rotten = self.rotted = True
 
     @staticmethod
-    def _silence(agent: FakeAgent) -> None:
+    def _kill_worker(agent: FakeAgent, worker: FakeWorker) -> None:
         """A worker process is gone, its agent lives."""
-        worker = agent.workers[0]
-        worker._epoch += 1
-        worker._waiting = None
-        worker.state = "dead"
+        if worker.state != "dead":
+            worker.die()
+            agent.say(m.WorkerLost(worker.index, "killed by SIGSEGV"))
+
+    def _thread_fault(self, kind: str, agent: FakeAgent) -> None:
+        """A training thread gets stuck, raises once, or raises each time it comes to this step."""
+        worker = self.rng.choice(agent.workers)
+        if worker.state != "training" or agent.node.frozen or worker.generation >= self.steps:
+            return  # after the last step nobody waits for it
+        if kind == "hang":
+            others = [w for a in self.agents.values() for w in a.workers if w is not worker and w.state == "training" and a.node.alive]
+            if not others:  # where all are stuck, nobody is left to notice
+                return
+            worker.hang()
+            self.clock.after(self.rng.uniform(0.5, 2.0), self._collective_timeout)
+        elif kind == "error":
+            worker.raise_error(f"Error{len(self.faults)}")
+        else:
+            self.bug = (worker.rank, worker.generation + 1)
+            worker.raise_error("Bug")
+
+    def _collective_timeout(self) -> None:
+        """Whoever waits for a rank that is stuck hears so from its collective."""
+        control = self.control
+        if control.exit_code is not None or not any(w.state == "stuck" for a in self.agents.values() for w in a.workers):
+            return
+        waiting = [w for i in control.agents for w in self.agents[i].workers if w.state == "training" and w.version == control.version]
+        if waiting and control.phase is Phase.TRAINING:
+            waiting[0].node.run(waiting[0].fail)
+        self.clock.after(2.0, self._collective_timeout)
 
     def _link_fault(self, agent: FakeAgent) -> None:
         training = [w for w in agent.workers if w.state == "training" and w.version == self.control.version]
@@ -282,6 +324,8 @@ def simulate(seed: int, change: Any = None) -> Outcome:
         len(control.recoveries),
         control.commits.skipped_generations,
         world.damaged,
+        any(r.respawned and r.lost_nodes for r in [*control.recoveries, *([control.recovery] if control.recovery else [])]),
+        world.respawned,
         world.faults,
     )
 

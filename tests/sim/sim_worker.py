@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FakeWorker:
-    """One rank's training thread and its two own slots (which belong to the agent and outlive nothing here)."""
+    """One rank's training thread, and its two own slots, which belong to the agent and outlive the process."""
 
     def __init__(self, agent: FakeAgent, index: int) -> None:
         self.agent = agent
@@ -29,7 +29,8 @@ class FakeWorker:
         self.rank: int | None = None
         self.version = 0  # of the membership that the training thread works in
         self.over = 0  # newest membership known to be over
-        self.state = "idle"  # idle, building, built, training, out, finished
+        self.life = 0  # of the process: copies of one that has died end with it
+        self.state = "idle"  # idle, building, built, training, out, finished, stuck, dead, starting
         self.generation = -1  # of the live state
         self.content: Content | None = None  # the live state
         self.dirty = False
@@ -37,6 +38,8 @@ class FakeWorker:
         self.own: dict[int, Snapshot] = {}  # slot -> complete snapshot
         self.held: dict[int, int] = {}  # slot -> generation that was begun or fetched there
         self.copying: int | None = None  # generation whose copy is under way
+        self.torn: tuple[int, int] | None = None  # (slot, generation) of a copy that the process died over
+        self.early: int | None = None  # the rank that was given to a process that is not up yet
         self.copied = self.acknowledged = self.committed = self.void = -1
         self.keep = -1  # newest generation known to be committed when the last copy was begun
         self.replicated = -1  # newest generation whose push has begun
@@ -96,6 +99,9 @@ class FakeWorker:
         if step >= self.world.steps:
             self._enter("end", step, self._finish)
             return
+        if self.world.bug == (self.rank, step + 1):
+            self._go(self.world.clock.about(0.02), self.raise_error, "Bug")
+            return
         self._go(self.world.clock.about(0.04), self._enter, "forward-backward", step, self.fence)
 
     def fence(self) -> None:
@@ -131,6 +137,7 @@ class FakeWorker:
         self.generation += 1
         self.dirty = False
         self.world.checkers.on_step(self)
+        self.agent.say(m.StepDone(m.StepRecord(self.generation, self.version, 0, 0.1, 0.0, {}, None)))
         if not self.world.due(self.generation):
             self._after_take()
         elif not self.world.skip:
@@ -178,10 +185,11 @@ class FakeWorker:
         self.own.pop(slot, None)
         self.held[slot] = generation
         self.copying, self.keep = generation, keep
-        self.node.after(self.world.clock.about(0.02), self._copied, generation, slot, self.content, self.version)
+        self.node.after(self.world.clock.about(0.02), self._copied, generation, slot, self.content, (self.life, self.version))
 
-    def _copied(self, generation: int, slot: int, content: Content, version: int) -> None:
-        if self.copying != generation:
+    def _copied(self, generation: int, slot: int, content: Content, by: tuple[int, int]) -> None:
+        life, version = by
+        if self.copying != generation or self.life != life:
             return
         self.copying = None
         self.own[slot] = Snapshot(content, version)
@@ -192,11 +200,55 @@ class FakeWorker:
             over, self._report_due = self._report_due, None
             self.report(over)
 
+    # ---- the process dies, and another takes its place
+
+    def die(self) -> None:
+        """The process is gone. Its slots stay; a copy that it was making is torn."""
+        self.torn = None if self.copying is None else next((s, g) for s, g in self.held.items() if g == self.copying)
+        self._out()
+        self.life += 1
+        self.state, self.copying, self._report_due, self.plan, self.early = "dead", None, None, None, None
+
+    def take_stock(self) -> None:
+        """The agent looks at what is left."""
+        self.held = {slot: s.content.generation for slot, s in self.own.items()}
+
+    def start_again(self) -> None:
+        """The agent starts another process."""
+        if self.state != "dead":
+            self.die()
+        self.take_stock()
+        self.state = "starting"
+        if not self.world.respawns_fail:
+            self.node.after(self.world.clock.about(0.3), self._up, self.life)
+
+    def _up(self, life: int) -> None:
+        if self.life != life:
+            return
+        self.state = "idle"
+        self.agent.say(m.WorkerReady(self.index, f"store-again-{self.index}"))
+        if self.early is not None:
+            assert self.rank is not None
+            self.assign(self.rank, self.early)
+
+    def hang(self) -> None:
+        """The training thread, or Python's lock, is stuck for good."""
+        self._out()
+        self.state = "stuck"
+
+    def raise_error(self, kind: str) -> None:
+        """An exception that no communication raised."""
+        assert self.rank is not None
+        self._out()
+        self.agent.say(m.WorkerError(self.rank, self.version, self.generation + 1, False, f"{kind}: not by communication"))
+
     # ---- the halt
 
     def halt(self, over: int) -> None:
         """The monitor thread hears that a membership is over."""
         self.over = max(self.over, over)
+        if self.early is not None:
+            self.early = over + 1
         if self.state in ("building", "built"):
             self.plan = None
             self.report(over)
@@ -236,7 +288,13 @@ class FakeWorker:
 
     def assign(self, rank: int, version: int) -> None:
         """A spare gets its rank and builds."""
-        self.rank, self.state = rank, "building"
+        self.rank = rank
+        if self.state == "starting":
+            self.early = version
+            return
+        if self.state != "idle":  # it has died meanwhile
+            return
+        self.state, self.early = "building", None
         self.report(version - 1)
         self._go(self.world.clock.about(0.2), self._built)
 
@@ -287,6 +345,7 @@ class FakeWorker:
                 self.agent.say(m.CopyDamaged(self.rank, plan.generation, self.version, self.agent.incarnation, "checksum"))
                 return
             self.world.checkers.on_restore(self, snapshot, plan)
+            self.world.respawned += self.life > 0
             assert snapshot is not None
             self.content = snapshot.content
         self.own = {slot: s for slot, s in self.own.items() if s.content.generation <= plan.generation}

@@ -125,6 +125,7 @@ class Snapshot:
     content: Content
     version: int
     rotten: bool = False  # its bytes do not match their checksum any more
+    torn: bool = False  # its copy never ended, though somebody has sealed it
 
 
 @dataclass

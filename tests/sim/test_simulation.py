@@ -15,6 +15,7 @@ import pytest
 from sim_agent import FakeAgent
 from sim_driver import simulate
 from sim_worker import FakeWorker
+from sim_world import Content, Snapshot
 from violation import Violation
 
 from megatron.hotswap.control.commits import Commits
@@ -36,9 +37,13 @@ def test_no_schedule_breaks_a_guarantee():
         endings["recovered"] += outcome.swaps > 0
         endings["skipped"] += outcome.skipped > 0
         endings["damaged"] += outcome.damaged > 0
+        endings["respawned"] += outcome.respawned > 0
+        endings["respawn, then swap"] += outcome.climbed
+        endings["program"] += "failed in step" in outcome.reason
     print(dict(endings))
     # The schedules reach what they are meant to reach: each ending, and failures during a recovery.
-    assert all(endings[kind] > SCHEDULES // 50 for kind in (0, 1, 75, "second failure", "recovered", "skipped", "damaged")), endings
+    reached = (0, 1, 75, "second failure", "recovered", "skipped", "damaged", "respawned", "respawn, then swap", "program")
+    assert all(endings[kind] > SCHEDULES // 60 for kind in reached), endings
 
 
 def test_a_seed_repeats_itself():
@@ -168,6 +173,27 @@ def damaged_copies_are_planned_with():
     return mock.patch.object(Commits, "usable", lambda self, incarnation, rank, generations: frozenset(generations))
 
 
+def torn_copies_count():
+    """The agent takes a slot for complete whose copy the worker died over."""
+
+    def take_stock(self):
+        if self.torn is not None:
+            self.own[self.torn[0]] = Snapshot(Content(self.rank, self.torn[1]), self.version, torn=True)
+        ORIGINAL_TAKE_STOCK(self)
+
+    return mock.patch.object(FakeWorker, "take_stock", take_stock)
+
+
+def errors_of_the_program_are_the_nodes():
+    """The same exception in the same step again and again costs one process and one node after the other."""
+
+    def program_error(self, incarnation, event, now):
+        self.program_errors.clear()
+        return ORIGINAL_PROGRAM_ERROR(self, incarnation, event, now)
+
+    return mock.patch.object(Control, "_program_error", program_error)
+
+
 def patch_transition(name, handler):
     from megatron.hotswap.control import state
 
@@ -180,6 +206,8 @@ ORIGINAL_HANDLE = Control.handle
 ORIGINAL_CHOOSE = plan.choose
 ORIGINAL_RESUME = Control._resume
 ORIGINAL_RESERVE = ReplicaStore.reserve
+ORIGINAL_TAKE_STOCK = FakeWorker.take_stock
+ORIGINAL_PROGRAM_ERROR = Control._program_error
 ORIGINAL_GIVE_UP = Control._give_up_silent_ranks
 
 
@@ -196,6 +224,11 @@ def nodes_that_come_back(world):
 def late_and_skipping(world):
     """Weather in which generations are skipped: replicas take longer than steps."""
     world.skip, world.proven_by_step, world.h2h_s, world.steps = True, False, 0.2, 12
+
+
+def dying_workers(world):
+    """Weather in which processes die and nodes live."""
+    world.fault_kinds, world.respawns_fail = ("worker", "error", "hang"), False
 
 
 def rotting_copies(world):
@@ -217,6 +250,8 @@ PLANTED = [
     (one_holder_is_enough, "guarantee 4", None),
     (holders_keep_nothing, "guarantee 4", late_and_skipping),
     (damaged_copies_are_planned_with, "ending", rotting_copies),
+    (torn_copies_count, "guarantee 2", dying_workers),
+    (errors_of_the_program_are_the_nodes, "ladder", None),
 ]
 
 

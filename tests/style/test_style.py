@@ -110,6 +110,8 @@ FLAGS = {
     "--hot-swap-halt-timeout-s",
     "--hot-swap-resume-timeout-s",
     "--hot-swap-wait-for-spare-s",
+    "--hot-swap-respawn-timeout-s",
+    "--hot-swap-respawn-window-s",
     "--hot-swap-replicas",
     "--hot-swap-failure-domain",
     "--hot-swap-interval",

@@ -109,9 +109,18 @@ class Story:
         """The connections of these nodes close."""
         return [d for n in nodes for d in self._handle(self.lives[n], m.AgentLost("its connection closed"))]
 
-    def do_worker_lost(self, node: str, evidence: str) -> list[Any]:
+    def do_worker_lost(self, node: str, evidence: str, worker: str = "0") -> list[Any]:
         """A worker of the node died."""
-        return self._handle(self.lives[node], m.WorkerLost(0, evidence))
+        return self._handle(self.lives[node], m.WorkerLost(int(worker), evidence))
+
+    def do_up_again(self, node: str, worker: str = "0") -> list[Any]:
+        """The process that was started in a worker's place is warm."""
+        return self._handle(self.lives[node], m.WorkerReady(int(worker), f"{self.lives[node]}:store{worker}-again"))
+
+    def do_stepped(self, step: str, rank: str = "0") -> list[Any]:
+        """The rank that logs has done a step."""
+        record = m.StepRecord(int(step), self.control.version, 0, 0.1, 0.0, {}, None)
+        return self._handle(self._member(rank).incarnation, m.StepDone(record))
 
     def do_acknowledged(self, generation: str, *ranks: str, version: str = "") -> list[Any]:
         """Holders have a generation of these ranks."""

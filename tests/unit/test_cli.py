@@ -103,6 +103,7 @@ def test_a_fault_that_could_not_strike_is_refused():
 RECOVERY = {
     "kind": "swap",
     "nodes_lost": ["node1"],
+    "ranks_respawned": [],
     "phases": {"detect_s": 0.1, "halt_s": 0.2, "plan_s": 0.0, "rebuild_s": 0.5, "restore_s": 0.25, "first_step_s": 0.4},
     "total_s": 1.15,
     "normal_step_s": 0.3,

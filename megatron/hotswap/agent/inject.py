@@ -1,4 +1,5 @@
-"""Causing a fault on purpose: kill or freeze a node (one process group), an agent or a worker, at once or at a moment."""
+"""Causing a fault on purpose: kill or freeze a node (one process group), an agent or a worker, at once or at a moment. What a worker
+causes itself (worker/faults.py) is only written down here."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from ..control.messages import Injection
+from ..control.messages import WORKER_FAULTS, Injection
 
 INJECTIONS_FILE = "injections.jsonl"
 
@@ -26,6 +27,8 @@ def strike(injection: Injection, run_dir: Path, agent_pid: int, worker_pid: int)
     fd = os.open(run_dir / INJECTIONS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(fd, (json.dumps(line) + "\n").encode())
     os.close(fd)
+    if injection.action in WORKER_FAULTS:
+        return
     number = signal.SIGKILL if injection.action == "kill" else signal.SIGSTOP
     if injection.scope == "node":
         os.killpg(os.getpgid(agent_pid), number)

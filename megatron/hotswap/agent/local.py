@@ -53,14 +53,14 @@ class NoSlots(_Local, frozen=True):
 
 
 class Plan(_Local, frozen=True):
-    """Agent: go on from `generation`; its snapshot is in your slot."""
+    """Agent: go on from `generation`; its snapshot is in your slots."""
 
     version: int
     generation: int
     store: str
     redo_sections: bool
     fetched_bytes: int
-    fetched_slot: int | None  # where it was put, if it was fetched
+    slot: int | None  # where it lies, if this process has not put it there itself
     replaced: tuple[int, ...] = ()  # ranks whose process is new
 
 

@@ -6,7 +6,6 @@ One asyncio loop; whatever would hold it (checksums of gigabytes) runs in an exe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import faulthandler
 import os
 import socket
@@ -17,27 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 
 from .. import environment
 from ..config import HotSwapConfig
 from ..control import messages as m
 from ..coordinator import wire
-from ..errors import Fenced, HotSwapError, UsageError
+from ..errors import Fenced, HotSwapError, SnapshotMismatch, UsageError
 from ..replication.transfer import ReplicaStore
 from ..replication.transports import make_transport
 from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import OWN_SLOTS, Slots, Word, require_room, require_room_for_job
-from . import local
+from . import local, own_snapshot
 from .domain import failure_domain
 from .inject import strike
+from .lives import Lives
 from .replicator import Replicator, free_slot, own_slot_of
 from .worker_process import WorkerProcess
-
-#: How often workers are looked at. The end of one is known at once, by its link; this finds one that is stopped.
-_LIFE_CHECK_INTERVAL_S = 0.25
-_END_CHECK_S = 0.005
-_PUSH_RETRY_S = 0.05
-_PUSH_FAILURES_SAID = 20  # a second of failing is worth a line; a holder that is a moment late to resume is not
 
 
 class Agent:
@@ -57,12 +52,13 @@ class Agent:
         self._worker_env = worker_env
         self._interface = config.interface or _address_towards(place.coordinator)
         self._outbox: asyncio.Queue[m.FromAgent] = asyncio.Queue()
-        self._workers: list[WorkerProcess] = []
+        self._lives = Lives(self._from_worker, self._worker_lost, lambda: self._lease_s)
+        self._workers = self._lives.workers
         self._replicas = ReplicaStore(place.run_id, self._require_room)
         self._transport = make_transport(config, place.token, self._interface)
         self._replicator = Replicator(place.run_id, self._replicas, self._transport, self._say, self._guard, self._before_push)
         self._replicas.own = lambda rank, generation: own_slot_of(self._workers, rank, generation)
-        self._voiding: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # that nobody waits for
         self._membership: m.Membership | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._armed: list[m.Injection] = []
@@ -94,17 +90,15 @@ class Agent:
             )
         )
         self._heard_s = loop.time()
-        tasks = [loop.create_task(self._guard(t)) for t in (self._talk(), self._beat(), self._watch_lives())]
+        tasks = [loop.create_task(self._guard(t)) for t in (self._talk(), self._beat(), self._lives.watch())]
         try:
             return await self._exit
         finally:
-            for task in [*tasks, *([self._recovery] if self._recovery else [])]:
+            for task in [*tasks, *self._tasks, *([self._recovery] if self._recovery else [])]:
                 task.cancel()
             faulthandler.cancel_dump_traceback_later()
             self._replicator.close()
-            for worker in self._workers:
-                loop.remove_reader(worker.link.sock)
-                worker.kill()
+            self._lives.close()
             await self._transport.close()
 
     def _start_worker(self, index: int) -> None:
@@ -116,10 +110,7 @@ class Agent:
             "workers": self.place.workers,
             "address": self._interface,
         }
-        worker = WorkerProcess(index, self._command, log, place, self._worker_env)
-        self._workers.append(worker)
-        worker.link.sock.setblocking(False)
-        asyncio.get_running_loop().add_reader(worker.link.sock, self._from_worker, worker)
+        self._lives.add(WorkerProcess(index, self._command, log, place, self._worker_env))
 
     def _require_room(self, wanted_bytes: int) -> None:
         limit = self.config.host_memory_max_bytes
@@ -136,6 +127,12 @@ class Agent:
         loop.default_exception_handler(context)
         if "handle" in context:
             self._finish(1, f"{context['message']}: {context.get('exception')!r}")
+
+    def _do(self, work: Awaitable[None]) -> None:
+        """Behind the loop's back; it may take a while."""
+        task = asyncio.get_running_loop().create_task(self._guard(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _guard(self, work: Awaitable[None]) -> None:
         try:
@@ -196,6 +193,7 @@ class Agent:
             m.Start: self._start,
             m.Halt: self._halt,
             m.Assign: self._assign,
+            m.Respawn: self._respawn,
             m.Resume: self._resume,
             m.Commit: self._commit,
             m.Void: self._void,
@@ -233,11 +231,16 @@ class Agent:
         # A node that joined after the halt has not said what it holds (nothing, but the plan waits for it).
         self._replicas.frozen = True
         self._say(m.ReplicaReport(message.version - 1, self._replicator.replicas(self._workers)))
-        for worker, rank in zip(self._workers, message.ranks, strict=True):
-            self._give_rank(worker, rank, message.world_size, message.version, "", fake=True)
+        for index, rank in message.ranks.items():
+            self._give_rank(self._workers[index], rank, message.world_size, message.version, "", fake=True)
+
+    def _respawn(self, message: m.Respawn) -> None:
+        worker = self._workers[message.worker]
+        print(f"agent {self.incarnation}: worker {worker.index} is started again: {message.reason}", file=sys.stderr, flush=True)
+        self._do(self._lives.start_again(worker, self._replicator.sealed))
 
     def _give_rank(self, worker: WorkerProcess, rank: int, world_size: int, version: int, store: str, fake: bool) -> None:
-        worker.rank = rank
+        worker.rank, worker.given = rank, True
         self._tell(worker, local.Given(rank, world_size, worker.index, self.place.workers, version, store, fake))
 
     def _halt(self, message: m.Halt) -> None:
@@ -246,8 +249,8 @@ class Agent:
         if self._recovery is not None:
             self._recovery.cancel()
         for worker in self._workers:
-            if worker.rank is not None:
-                worker.control.set(Word.OVER_VERSION, message.version)
+            worker.control.set(Word.OVER_VERSION, message.version)
+            if worker.given:  # one that is started again hears of the membership to come only
                 self._tell(worker, message)
         self._say(m.ReplicaReport(message.version, self._replicator.replicas(self._workers)))
 
@@ -278,12 +281,17 @@ class Agent:
                 return
             slot, header = found
             fetched = header.metadata_bytes + header.payload_bytes
-            worker.generations[slot] = plan.generation
+            worker.put(slot, plan.generation)
             worker.layout_hash = header.layout_hash
             assert worker.slots is not None
             worker.metadata_room_bytes = worker.slots.slot_bytes - HEADER_BYTES - header.payload_bytes
             worker.control.set(Word.METADATA_BYTES_0 + slot, header.metadata_bytes)
-        worker.generations = {s: g for s, g in worker.generations.items() if g <= plan.generation}
+        elif rank in plan.replaced:
+            slot = await self._kept(worker, rank, plan)
+            if slot is None:
+                return
+        for later in [s for s, g in worker.generations.items() if g > plan.generation]:
+            worker.empty(later)
         self._replicator.go_back(rank, plan.generation)
         worker.control.set(Word.COPIED, plan.generation + 1)
         worker.control.set(Word.ACKNOWLEDGED, plan.generation)
@@ -292,12 +300,24 @@ class Agent:
         order = local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched, slot, plan.replaced)
         self._tell(worker, order)
 
+    async def _kept(self, worker: WorkerProcess, rank: int, plan: m.Resume) -> int | None:
+        """The slot in which the process before this one has left the plan's generation, undamaged (guarantee 6). None: it is damaged,
+        which is said, so that another source is found."""
+        assert worker.slots is not None
+        try:
+            slot = worker.slot_of(plan.generation)
+            await asyncio.get_running_loop().run_in_executor(None, worker.slots.verify, slot)
+        except SnapshotMismatch as damaged:
+            self._say(m.CopyDamaged(rank, plan.generation, plan.membership.version, self.incarnation, str(damaged)))
+            return None
+        return slot
+
     def _reserve_own(self, worker: WorkerProcess, header: Header, slot_bytes: int) -> tuple[Slots, int]:
         if worker.slots is None:
             self._require_room(slot_bytes * OWN_SLOTS)
         slots = worker.make_slots(slot_bytes)
         slot = free_slot(worker, header.generation)
-        worker.generations.pop(slot, None)
+        worker.empty(slot)
         slots.invalidate(slot)
         return slots, slot
 
@@ -310,9 +330,7 @@ class Agent:
             self._release_after = None
 
     def _void(self, message: m.Void) -> None:
-        task = asyncio.get_running_loop().create_task(self._guard(self._free_void(message.generation)))
-        self._voiding.add(task)
-        task.add_done_callback(self._voiding.discard)
+        self._do(self._free_void(message.generation))
 
     async def _free_void(self, generation: int) -> None:
         """A generation that some rank has skipped: once nothing sends it any more, its slots are free."""
@@ -329,7 +347,7 @@ class Agent:
         if injection.worker >= len(self._workers):
             workers = f"{len(self._workers)} workers here"
             self._say(m.Note("inject-refused", f"{self.place.node} has no worker {injection.worker}: {workers}, counted from 0"))
-        elif injection.at_step is None:
+        elif injection.at_step is None and injection.action not in m.WORKER_FAULTS:
             self._strike(injection)
         elif injection.phase == "h2h":
             self._armed.append(injection)
@@ -342,19 +360,9 @@ class Agent:
     # ---- the workers
 
     def _tell(self, worker: WorkerProcess, message: local.FromAgent, fds: tuple[int, ...] = ()) -> None:
-        # A worker that does not read any more (stopped, dying) is found by _watch_lives; the message is of no use to it.
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            worker.link.send(message, fds)
+        self._lives.tell(worker, message, fds)
 
-    def _from_worker(self, worker: WorkerProcess) -> None:
-        try:
-            message, _ = worker.link.receive()
-        except BlockingIOError:
-            return
-        except (EOFError, OSError):
-            asyncio.get_running_loop().remove_reader(worker.link.sock)
-            self._link_closed(worker)
-            return
+    def _from_worker(self, worker: WorkerProcess, message: Any) -> None:
         if isinstance(message, local.NeedSlots):
             self._give_slots(worker, message)
         elif isinstance(message, local.Copying):
@@ -367,7 +375,12 @@ class Agent:
         else:
             if isinstance(message, m.Finished):
                 worker.said_goodbye = True
+            elif isinstance(message, m.HaltReport) and message.done is None:
+                message = msgspec.structs.replace(message, own=own_snapshot.complete(worker, self.place.run_id))
             self._say(message)
+
+    def _worker_lost(self, worker: WorkerProcess, evidence: str) -> None:
+        self._say(m.WorkerLost(worker.index, evidence))
 
     def _give_slots(self, worker: WorkerProcess, wanted: local.NeedSlots) -> None:
         slot_bytes = HEADER_BYTES + wanted.metadata_room_bytes + wanted.payload_bytes
@@ -408,35 +421,13 @@ class Agent:
             self._say(m.Note("replication", text))
         return bool(peers)
 
-    def _link_closed(self, worker: WorkerProcess) -> None:
-        """The process is ending: find out how, as soon as the kernel knows."""
-        how = worker.ended()
-        if how is None or how.startswith("stopped"):
-            asyncio.get_running_loop().call_later(_END_CHECK_S, self._link_closed, worker)
-        elif not worker.said_goodbye:
-            self._lose_worker(worker, how)
-
-    async def _watch_lives(self) -> None:
-        loop = asyncio.get_running_loop()
-        stopped_since: dict[int, float] = {}
-        while True:
-            await asyncio.sleep(_LIFE_CHECK_INTERVAL_S)
-            for worker in self._workers:
-                how = worker.ended()
-                if how is None or not how.startswith("stopped"):
-                    stopped_since.pop(worker.index, None)
-                elif loop.time() - stopped_since.setdefault(worker.index, loop.time()) > self._lease_s:
-                    self._lose_worker(worker, f"{how} for longer than the lease of {self._lease_s} s")
-
-    def _lose_worker(self, worker: WorkerProcess, evidence: str) -> None:
-        if not worker.said_goodbye:
-            worker.said_goodbye = True
-            self._say(m.WorkerLost(worker.index, evidence))
-
     def _before_push(self, worker: WorkerProcess, generation: int) -> None:
         for injection in [i for i in self._armed if i.worker == worker.index and (i.at_step or 0) <= generation]:
             self._armed.remove(injection)
-            asyncio.get_running_loop().call_later(0.0005, self._strike, injection)
+            if injection.action in m.WORKER_FAULTS:  # the worker does it itself, at once
+                self._tell(worker, m.Arm(msgspec.structs.replace(injection, at_step=None, phase=None)))
+            else:
+                asyncio.get_running_loop().call_later(0.0005, self._strike, injection)
 
 
 def _address_towards(coordinator: str) -> str:

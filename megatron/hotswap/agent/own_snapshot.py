@@ -1,6 +1,8 @@
-"""A worker's own snapshot, as its agent sends it on and seals it."""
+"""A worker's own snapshots, as its agent sends them on, seals them, and knows them when the worker is gone."""
 
 from __future__ import annotations
+
+import contextlib
 
 from ..errors import SnapshotMismatch
 from ..replication.outgoing import Outgoing
@@ -47,3 +49,15 @@ async def seal(worker: WorkerProcess, outgoing: Outgoing) -> None:
     header = await outgoing.header()
     if outgoing.promised is None and worker.generations.get(outgoing.slot) == outgoing.generation:
         outgoing.slots.write_header(outgoing.slot, header)
+
+
+def complete(worker: WorkerProcess, run_id: str) -> tuple[int, ...]:
+    """The generations in its slots that can be restored from by a process that has put none of them there."""
+    found = []
+    for slot, generation in worker.generations.items():
+        assert worker.slots is not None and worker.rank is not None and worker.layout_hash is not None
+        with contextlib.suppress(SnapshotMismatch):
+            header = worker.slots.header(slot)
+            header.require(run_id=run_id, rank=worker.rank, generation=generation, layout_hash=worker.layout_hash)
+            found.append(generation)
+    return tuple(sorted(found))

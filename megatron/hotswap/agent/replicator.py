@@ -59,7 +59,7 @@ class Replicator:
         self._before_push = before_push
         self._pushes: dict[int, _Push] = {}  # by worker
         self._stopping: set[asyncio.Task[None]] = set()  # pushes that may still read their slots
-        self._seals: set[asyncio.Task[None]] = set()
+        self._seals: dict[asyncio.Task[None], _Push] = {}
         self._replicated: dict[int, set[tuple[int, str]]] = {}  # rank -> (generation, incarnation of a holder that has it)
         self.whole = False  # send payloads even to holders that should have them: they were seen to differ
 
@@ -83,9 +83,19 @@ class Replicator:
             if push.outgoing.promised is not None:
                 continue
             seal = asyncio.get_running_loop().create_task(self._guard(own_snapshot.seal(push.worker, push.outgoing)))
-            self._seals.add(seal)
-            seal.add_done_callback(self._seals.discard)
+            self._seals[seal] = push
+            seal.add_done_callback(self._seals.pop)
         self._pushes.clear()
+
+    async def sealed(self, worker: WorkerProcess) -> None:
+        """The worker's process is gone, and stock was taken of its slots: until those that are complete have their headers. Seals that
+        wait for the rest of a torn copy are given up."""
+        mine = {seal: push.outgoing for seal, push in self._seals.items() if push.worker is worker}
+        for seal, outgoing in mine.items():
+            if worker.generations.get(outgoing.slot) != outgoing.generation:
+                seal.cancel()
+        if mine:
+            await asyncio.wait(mine)
 
     async def void(self, generation: int) -> None:
         """A generation that will never be committed need not travel. Returns when nothing reads its slot any more."""

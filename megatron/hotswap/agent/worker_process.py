@@ -1,4 +1,4 @@
-"""One worker process, seen from its agent: its life, its link, its control block and its slots."""
+"""One worker, seen from its agent: its control block and its slots, and the process that fills them, which may be started again."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from pathlib import Path
 from ..environment import WorkerEnvironment
 from ..errors import SnapshotMismatch
 from ..processes import end_in_words
-from ..snapshot.slots import OWN_SLOTS, ControlBlock, Slots
+from ..snapshot.slots import OWN_SLOTS, ControlBlock, Slots, Word
 from .local import FromWorker, Link, pair
 
 
 class WorkerProcess:
-    """A child that runs the training script. It dies with its agent (PR_SET_PDEATHSIG, set by the child)."""
+    """A child that runs the training script. It dies with its agent (PR_SET_PDEATHSIG, set by the child); what it has put into
+    shared memory does not die with it."""
 
     def __init__(self, index: int, command: Sequence[str], log: Path, place: dict[str, str | int], extra_env: dict[str, str]) -> None:
         self.index = index
-        self.rank: int | None = None
+        self.rank: int | None = None  # whose snapshots are in the slots
+        self.given = False  # whether the process has been told its rank
         self.control = ControlBlock.create()
         self.slots: Slots | None = None
         self.layout_hash: bytes | None = None  # of what is in the slots
@@ -29,26 +31,56 @@ class WorkerProcess:
         self.envelopes: Slots | None = None  # what goes to holders that have the payload themselves
         self.metadata_room_bytes = 0
         self.said_goodbye = False
+        self._command, self._log, self._place, self._extra_env = command, log, place, extra_env
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.start()
+
+    def start(self) -> None:
+        """Start the process; the one before, if there was one, has ended."""
+        self.given = self.said_goodbye = False
         ours, theirs = pair()
         self.link = Link(ours, FromWorker)
-        environment = WorkerEnvironment(link_fd=theirs.fileno(), control_fd=self.control.fd, worker=index, **place)  # type: ignore[arg-type]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as out:
+        environment = WorkerEnvironment(
+            link_fd=theirs.fileno(),
+            control_fd=self.control.fd,
+            worker=self.index,
+            **self._place,  # type: ignore[arg-type]
+        )
+        with open(self._log, "ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron.hotswap.worker", *command],
+                [sys.executable, "-m", "megatron.hotswap.worker", *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, **extra_env, **environment.export()},
+                env={**os.environ, **self._extra_env, **environment.export()},
                 pass_fds=(theirs.fileno(), self.control.fd),
             )
         theirs.close()
+
+    def put(self, slot: int, generation: int) -> None:
+        """The slot is, or will be, this generation's."""
+        self.control.set(Word.GENERATION_0 + slot, generation + 1)
+        self.generations[slot] = generation
+
+    def empty(self, slot: int) -> None:
+        """What is in the slot is of no use any more."""
+        self.control.set(Word.GENERATION_0 + slot, 0)
+        self.generations.pop(slot, None)
+
+    def take_stock(self) -> None:
+        """The process is gone: what it has left is what the control block says. A copy that it had only begun is torn, and it may
+        have died before it could say that it had begun one."""
+        copied = self.control.get(Word.COPIED)
+        begun = {slot: self.control.get(Word.GENERATION_0 + slot) for slot in range(OWN_SLOTS)}
+        self.generations = {slot: word - 1 for slot, word in begun.items() if 0 < word <= copied}
 
     def make_slots(self, slot_bytes: int) -> Slots:
         """The worker's own slots; made once, found again by a worker that takes over."""
         if self.slots is not None and self.slots.slot_bytes != slot_bytes:
             self.slots.close()
-            self.slots, self.generations = None, {}
+            self.slots = None
+            for slot in range(OWN_SLOTS):
+                self.empty(slot)
         if self.slots is None:
             self.slots = Slots.create(slot_bytes, OWN_SLOTS)
         return self.slots

@@ -1,25 +1,31 @@
-"""Faults in words: `--kill node:node1` of `deadpool inject`, `--inject kill:node:2:14:backward` of `deadpool run`."""
+"""Faults in words: `--kill node:node1` and `--fault segv worker:node1/0` of `deadpool inject`, `--inject kill:node:2:14:backward` of
+`deadpool run`."""
 
 from __future__ import annotations
 
 import re
 
-from ..control.messages import PHASES, Injection
+from ..control.messages import PHASES, WORKER_FAULTS, Injection
 from ..coordinator.service import Scheduled
 from ..coordinator.wire import Status
 from ..errors import UsageError
 
 #: A scheduled fault is armed when an earlier step is reported, so it cannot strike in the very first ones.
 FIRST_STEP = 3
+_PROCESS_FAULTS = ("kill", "freeze")
 
 
 def parse_target(action: str, target: str, at_step: int | None, phase: str | None) -> Injection:
-    """An injection from `node:NAME`, `agent:NAME` or `worker:NAME/INDEX`.
+    """An injection from `node:NAME`, `agent:NAME` or `worker:NAME/INDEX`; of a worker's own faults, from the last.
 
     Raises:
         UsageError: states the form.
     """
     match = re.fullmatch(r"(node|agent):([^/:]+)|(worker):([^/:]+)/(\d+)", target)
+    if action not in (*_PROCESS_FAULTS, *WORKER_FAULTS):
+        raise UsageError(f"--fault takes one of {', '.join(WORKER_FAULTS)} and worker:NAME/INDEX, got {action!r}")
+    if action in WORKER_FAULTS and (match is None or match[3] is None):
+        raise UsageError(f"--fault {action} takes worker:NAME/INDEX (such as worker:node1/0), got {target!r}")
     if match is None:
         raise UsageError(
             f"--{action} takes node:NAME, agent:NAME or worker:NAME/INDEX (such as worker:node1/0), got {target!r}"
@@ -37,12 +43,13 @@ def parse_scheduled(spec: str, world_size: int) -> Scheduled:
     Raises:
         UsageError: states the form.
     """
-    match = re.fullmatch(r"(kill|freeze):(node|agent|worker):(\d+):(\d+)(?::([\w-]+))?", spec)
+    forms = f"({'|'.join(_PROCESS_FAULTS)}):(node|agent|worker)", f"({'|'.join(WORKER_FAULTS)}):(worker)"
+    matches = [re.fullmatch(form + r":(\d+):(\d+)(?::([\w-]+))?", spec) for form in forms]
+    match = matches[0] or matches[1]
     if match is None:
         raise UsageError(
-            "--inject takes (kill|freeze):(node|agent|worker):RANK:STEP[:PHASE], where RANK says whose node, "
-            "agent or worker is "
-            f"struck (such as kill:node:2:14:backward), got {spec!r}"
+            f"--inject takes {forms[0]}:RANK:STEP[:PHASE] or {forms[1]}:RANK:STEP[:PHASE], where RANK says whose node, "
+            f"agent or worker is struck (such as kill:node:2:14:backward or segv:worker:1:20), got {spec!r}"
         )
     action, scope, rank, step, phase = match[1], match[2], int(match[3]), int(match[4]), match[5] or "forward"
     check_phase(phase)
@@ -85,5 +92,7 @@ def check_against(status: Status, injection: Injection) -> None:
         raise UsageError(
             f"--at-step {injection.at_step} is over: the job has completed step {status.step}; name a later step"
         )
+    if injection.node in status.spares and injection.action in WORKER_FAULTS:
+        raise UsageError(f"{injection.node} is a spare, whose training threads wait: {injection.action} needs one that trains")
     if injection.at_step is not None and injection.node in status.spares:
         raise UsageError(f"{injection.node} is a spare and runs no step; leave --at-step out to strike at once")

@@ -194,6 +194,8 @@ def prepare(launch: Launch) -> ControlConfig:
         halt_timeout_s=hotswap.halt_timeout_s,
         resume_timeout_s=hotswap.resume_timeout_s,
         wait_for_spare_s=hotswap.wait_for_spare_s,
+        respawn_timeout_s=hotswap.respawn_timeout_s,
+        respawn_window_s=hotswap.respawn_window_s,
         replicas=hotswap.replicas,
     )
     _empty_run_dir(launch.run_dir)

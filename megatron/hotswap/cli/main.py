@@ -12,6 +12,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from ..control.messages import WORKER_FAULTS
 from ..errors import HotSwapError, UsageError
 from .launch import Launch
 from .plan import plan
@@ -48,7 +49,7 @@ def run(
         typer.Option(
             "--inject",
             metavar="SPEC",
-            help="A fault to come, ACTION:SCOPE:RANK:STEP[:PHASE], as kill:node:2:14:backward.",
+            help="A fault to come, ACTION:SCOPE:RANK:STEP[:PHASE], as kill:node:2:14:backward or segv:worker:1:20.",
         ),
     ] = None,
     verbose: Annotated[
@@ -76,6 +77,14 @@ def inject(
     freeze: Annotated[
         str | None, typer.Option("--freeze", metavar="TARGET", help="The same, stopped instead of killed.")
     ] = None,
+    fault: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            "--fault",
+            metavar="KIND TARGET",
+            help=f"One of {', '.join(WORKER_FAULTS)}, in the training thread of worker:NAME/INDEX.",
+        ),
+    ] = None,
     at_step: Annotated[
         int | None, typer.Option("--at-step", metavar="N", help="Strike in this step; default: at once.")
     ] = None,
@@ -87,10 +96,11 @@ def inject(
     from .client import call
     from .faults import check_against, parse_target
 
-    if (kill is None) == (freeze is None):
-        raise UsageError("give one of --kill TARGET and --freeze TARGET, such as --kill node:node1")
-    action, target = ("kill", kill) if kill is not None else ("freeze", freeze)
-    injection = parse_target(action, target or "", at_step, phase)
+    asked = [("kill", kill), ("freeze", freeze), fault or ("", None)]
+    wanted = [(action, target) for action, target in asked if target is not None]
+    if len(wanted) != 1:
+        raise UsageError("give one of --kill TARGET, --freeze TARGET and --fault KIND TARGET, such as --kill node:node1")
+    injection = parse_target(*wanted[0], at_step, phase)
     check_against(call(run_dir), injection)
     print(f"deadpool: {call(run_dir, injection).text}")
 

@@ -42,6 +42,8 @@ def narrate(log: Log) -> str | None:
         return None
     if log.kind == "node-lost":
         return f"{'spare' if data['spare'] else 'node'} lost: {log.reason}"
+    if log.kind == "worker-lost":
+        return f"process lost: {log.reason}; its node starts it again"
     if log.kind == "recovery":
         return f"{log.reason}; every rank stops where it is"
     if log.kind == "assign":
@@ -58,13 +60,22 @@ def narrate(log: Log) -> str | None:
         return None  # said once, at the very end, with the log that has more
     if log.kind == "start":
         return f"training starts: {log.reason}"
-    return {"end": "the job is over: ", "inject": "fault armed: ", "joined-as-rank": "the spare as "}.get(log.kind, "") + log.reason
+    return {"end": "the job is over: ", "inject": "fault armed: ", "joined-as-rank": "the new process as "}.get(log.kind, "") + log.reason
 
 
 def _plan_in_words(data: Mapping[str, Any]) -> str:
     fetched = data["fetch"]
     source = f"; {ranks_in_words(fetched)} fetched from memory of the holders" if fetched else ""
     return f"going on from step {data['generation']}, the newest that every rank still has{source}"
+
+
+def what_was_lost(recovery: Mapping[str, Any]) -> str:
+    """"the loss of node1", "the loss of the process of rank 2", or "a broken collective"."""
+    processes = recovery["ranks_respawned"]
+    lost = list(recovery["nodes_lost"])
+    if processes:
+        lost.append(f"the process{'es' if len(processes) > 1 else ''} of {ranks_in_words(processes)}")
+    return f"the loss of {' and '.join(lost)}" if lost else "a broken collective"
 
 
 def time_line(recovery: Mapping[str, Any]) -> str:
@@ -74,9 +85,8 @@ def time_line(recovery: Mapping[str, Any]) -> str:
     again = (
         "no completed step ran again" if not rerun else f"{rerun} completed step{'s' if rerun > 1 else ''} ran again"
     )
-    lost = " and ".join(recovery["nodes_lost"]) or "no node"
     return (
-        f"recovered from the loss of {lost} in {recovery['total_s']:.2f} s: {parts} - a normal step "
+        f"recovered from {what_was_lost(recovery)} in {recovery['total_s']:.2f} s: {parts} - a normal step "
         f"{recovery['normal_step_s']:.2f}; {bytes_in_words(recovery['bytes_restored'])} restored, {again}"
     )
 

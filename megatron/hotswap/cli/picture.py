@@ -38,10 +38,10 @@ def draw_loss(axes: Axes, steps: Sequence[Mapping[str, Any]], label: str, color:
 def mark_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]]) -> None:
     """A line where a fault struck: in the step after the generation that was gone back to."""
     for recovery in recoveries:
-        lost = ", ".join(recovery["nodes_lost"]) or "a collective failed"
+        lost = ", ".join([*recovery["nodes_lost"], *(f"rank {r}" for r in recovery.get("ranks_respawned", ()))])
         axes.axvline(recovery["generation"] + 1, color=COLORS[5], linestyle="--", linewidth=1)
         axes.annotate(
-            f"{lost} lost",
+            f"{lost} lost" if lost else "a collective failed",
             (recovery["generation"] + 1, 1.0),
             xycoords=("data", "axes fraction"),
             xytext=(4, -12),

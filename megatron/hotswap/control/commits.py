@@ -61,6 +61,10 @@ class Commits:
         """The agent's copy of the rank's generation cannot be restored from, whatever it reports."""
         self._damaged.add((incarnation, rank, generation))
 
+    def mend(self, incarnation: str, rank: int, generation: int) -> None:
+        """The agent has another copy of it now, which was checked."""
+        self._damaged.discard((incarnation, rank, generation))
+
     def usable(self, incarnation: str, rank: int, generations: Iterable[int]) -> frozenset[int]:
         """Of the generations of a rank that an agent reports: those not known to be damaged."""
         return frozenset(g for g in generations if (incarnation, rank, g) not in self._damaged)

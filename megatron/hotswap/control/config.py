@@ -22,6 +22,8 @@ class ControlConfig:
     halt_timeout_s: float = 30.0  # from the halt order to a survivor's report; then its node is given up
     resume_timeout_s: float = 120.0  # from the plan to the last rank's "restored"; then the silent nodes are given up
     wait_for_spare_s: float = 60.0
+    respawn_timeout_s: float = 60.0  # from the order to start a worker again until it is warm; then its node is given up
+    respawn_window_s: float = 600.0  # a node whose workers fail again within this time is given up
     replicas: int = 1  # of each rank's snapshot, in as many other failure domains
     settle_s: float = 30.0  # at start: how long spares are waited for once enough nodes are there
 

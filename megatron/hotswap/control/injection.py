@@ -19,6 +19,8 @@ def arm(injection: m.Injection, agents: Iterable[Agent]) -> list[Decision]:
     workers = on_node[0].join.workers
     if not 0 <= injection.worker < workers:
         return [Log("inject-refused", f"there is no worker {injection.worker}; each node has workers 0 to {workers - 1}")]
+    if injection.action in m.WORKER_FAULTS and injection.scope != "worker":
+        return [Log("inject-refused", f"{injection.action} is a fault of a worker, not of a whole {injection.scope}")]
     text = f"{injection.action} {injection.scope} on {injection.node}"
     if injection.at_step is not None:
         text += f" in step {injection.at_step}, phase {injection.phase or 'forward'}"

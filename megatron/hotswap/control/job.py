@@ -38,6 +38,8 @@ class Job:
         self.halted: set[str] = set()  # agents that were told of the halt, so that their report of replicas must come
         self.errors: dict[int, tuple[float, m.WorkerError]] = {}
         self.finished: set[int] = set()
+        self.stepped = False  # whether any step was ever completed: what fails before is the program's, or the user's
+        self.program_errors: dict[tuple[int, str], m.WorkerError] = {}  # (step, type of exception) -> who raised it first
         self.deadline_s: float | None = None
         self.spare_deadline_s: float | None = None
         self.lease = Lease(config)
@@ -55,6 +57,12 @@ class Job:
         """Ranks whose member is gone."""
         assert self.membership is not None
         return [r for r, x in enumerate(self.membership.members) if x.incarnation not in self.agents]
+
+    def _down(self) -> list[int]:
+        """Ranks whose node lives and whose process is being started again."""
+        assert self.membership is not None
+        members = self.membership.members
+        return [r for r, x in enumerate(members) if x.incarnation in self.agents and x.worker in self.agents[x.incarnation].due_s]
 
     def _member_agents(self) -> list[str]:
         assert self.membership is not None

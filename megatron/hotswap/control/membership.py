@@ -22,6 +22,10 @@ class Agent:
     stores: dict[int, str] = field(default_factory=dict)  # worker -> unused rendezvous store
     ready: set[int] = field(default_factory=set)  # workers that are warm
     ranks: list[int | None] = field(default_factory=list)
+    due_s: dict[int, float] = field(default_factory=dict)  # worker that is being started again -> by when it must be warm
+    failed: set[int] = field(default_factory=set)  # workers that failed in recovery `failed_in`, counted from 0
+    failed_in: int | None = None
+    failed_s: float | None = None  # when a worker last failed
 
     @property
     def incarnation(self) -> str:
@@ -47,6 +51,13 @@ class Agent:
     def spare(self) -> bool:
         """Whether it holds no rank."""
         return all(rank is None for rank in self.ranks)
+
+    def start_again(self, worker: int, due_s: float) -> int | None:
+        """The worker's process is gone, and another must be warm by then; returns the rank that it has, if any."""
+        self.ready.discard(worker)
+        self.stores.pop(worker, None)
+        self.due_s[worker] = due_s
+        return self.ranks[worker]
 
     def member(self, worker: int) -> Member:
         """The entry of one of its workers in a membership."""

@@ -10,9 +10,12 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 3
+PROTOCOL = 4
 #: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
+#: Faults that a worker's own training thread causes: an exception, a segmentation fault, memory that runs out, a sleep without end,
+#: one that keeps Python's lock, and a collective that fails as over a broken link. The agent causes the others.
+WORKER_FAULTS = ("exit", "segv", "oom", "hang", "spin", "fail-collective")
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +57,7 @@ class Source(msgspec.Struct, frozen=True):
 class Injection(msgspec.Struct, frozen=True):
     """A fault to cause: `deadpool inject`."""
 
-    action: Literal["kill", "freeze"]
+    action: Literal["kill", "freeze", "exit", "segv", "oom", "hang", "spin", "fail-collective"]
     scope: Literal["node", "agent", "worker"]
     node: str
     worker: int = 0
@@ -163,7 +166,8 @@ class WorkerLost(_Message, frozen=True):
 
 
 class HaltReport(_Message, frozen=True):
-    """A rank's training thread is out, and this is what it has. `done` is None for a spare that has no state yet."""
+    """A rank's training thread is out, and this is what it has. `done` is None for a process that has no state yet: a spare's, or one
+    that was started again, whose slots its agent has kept."""
 
     version: int  # the version that is over
     rank: int
@@ -246,11 +250,19 @@ class Halt(_Message, frozen=True):
 
 
 class Assign(_Message, frozen=True):
-    """Spare: worker i takes ranks[i]. Sent at the halt, so that it builds while the survivors unwind."""
+    """Workers that are warm and have no state take these ranks: a spare's, sent at the halt, so that they build while the survivors
+    unwind; or one that its agent has started again, once it is warm."""
 
     version: int  # of the membership to come
-    ranks: tuple[int, ...]
+    ranks: dict[int, int]  # worker -> rank
     world_size: int
+
+
+class Respawn(_Message, frozen=True):
+    """Start this worker again, ending what is left of it first. Follows the halt; its slots stay, and it says when it is warm."""
+
+    worker: int
+    reason: str
 
 
 class Resume(_Message, frozen=True):
@@ -307,7 +319,7 @@ FromAgent = (
     Join | WorkerReady | Heartbeat | Acknowledged | Skipped | CopyDamaged | StepDone | WorkerError | WorkerLost | HaltReport
     | ReplicaReport | Restored | FirstStep | Finished | Note
 )
-FromCoordinator = Welcome | Refused | Start | Halt | Assign | Resume | Commit | Void | SendWhole | Arm | Alive | Stop
+FromCoordinator = Welcome | Refused | Start | Halt | Assign | Respawn | Resume | Commit | Void | SendWhole | Arm | Alive | Stop
 
 
 # ---- what only the coordinator's own service tells the core

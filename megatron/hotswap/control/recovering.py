@@ -5,13 +5,18 @@ recovery/plan.py picks the generation; here it is asked, with what every rank an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..recovery import plan
 from . import messages as m
 from .decisions import Decision, Log, Send
 from .job import Job
-from .membership import one_per_node, place_again
+from .ladder import no_respawn
+from .membership import Agent, one_per_node, place_again
 from .phases import Phase
 from .timeline import Recovery
+
+_Worker = tuple[str, int]  # its agent's incarnation, its index there
 
 #: Recoveries of one failure that may end by the deadline of resuming before the job does: a fault that comes again is no accident.
 RESUME_TIMEOUTS_MAX = 2
@@ -20,28 +25,61 @@ RESUME_TIMEOUTS_MAX = 2
 class Recovering(Job):
     """The ladder of a recovery. Control (state.py) calls it with the events."""
 
-    # ---- losing nodes
+    # ---- losing nodes and workers
 
-    def _lose(self, evidence: dict[str, str], now: float) -> list[Decision]:
-        """Nodes are gone: fence them, and if they held ranks, begin (or begin again) a recovery. Many at once are one recovery."""
+    def _lose(self, nodes: Mapping[str, str], now: float, workers: Mapping[_Worker, str] | None = None) -> list[Decision]:
+        """Nodes are gone: fence them. Workers failed on nodes that live: have them started again, or give their nodes up too
+        (ladder.py). If that leaves ranks without a process, begin (or begin again) one recovery. The values are the evidence."""
+        again, lost = self._by_rung(nodes, workers or {}, now)
         out: list[Decision] = []
-        lost, heard = [], now
-        for incarnation, why in evidence.items():
+        gone, evidence, heard = [], [], now
+        for incarnation, why in lost.items():
             agent = self.agents.pop(incarnation)
             self.fenced[incarnation] = why
             self.replica_reports.pop(incarnation, None)
             out.append(Send(incarnation, m.Refused(f"node {agent.node} was given up: {why}")))
             out.append(Log("node-lost", f"{agent.node}: {why}", {"node": agent.node, "incarnation": incarnation, "spare": agent.spare}))
+            evidence.append(why)
             if self._holds_rank(incarnation):
-                lost.append(agent.node)
+                gone.append(agent.node)
                 heard = min(heard, agent.last_heard_s)
-        if not lost or self.phase is Phase.GATHERING:
-            return out
+        down: dict[int, str] = {}
+        orders: list[Decision] = []
+        for (incarnation, worker), why in again.items():
+            agent = self.agents[incarnation]
+            rank = agent.start_again(worker, now + self.config.respawn_timeout_s)
+            who = f"worker {worker} of {agent.node}" + ("" if rank is None else f", rank {rank}")
+            out.append(Log("worker-lost", f"{who}: {why}", {"node": agent.node, "worker": worker, "rank": rank}))
+            orders.append(Send(incarnation, m.Respawn(worker, why)))
+            if rank is not None:
+                evidence.append(f"rank {rank}: {why}")
+                down[rank] = agent.node
+        if not gone and not down:
+            return out + orders
         if self.finished:  # some rank is through its whole script, so all have trained to the end
-            return out + self._end(0, f"training is done; {lost} were lost after it")
-        return out + self._begin_recovery(lost, list(evidence.values()), heard, now)
+            return out + self._end(0, f"training is done; {gone or sorted(set(down.values()))} were lost after it")
+        return out + self._begin_recovery(gone, evidence, heard, now, down) + orders
 
-    def _begin_recovery(self, lost: list[str], evidence: list[str], heard: float, now: float) -> list[Decision]:
+    def _by_rung(
+        self, nodes: Mapping[str, str], workers: Mapping[_Worker, str], now: float
+    ) -> tuple[dict[_Worker, str], dict[str, str]]:
+        """Which workers are started again, and which nodes are given up, each with its evidence."""
+        again, lost = {}, dict(nodes)
+        for (incarnation, worker), why in workers.items():
+            agent, number = self.agents[incarnation], len(self.recoveries)
+            refusal = no_respawn(agent, worker, number, self.recovery is not None, now, self.config.respawn_window_s)
+            if self.phase is Phase.GATHERING:
+                refusal = "nothing has begun that it could go on with"
+            if refusal:
+                lost[incarnation] = f"worker {worker}: {why}; {refusal}"
+            else:
+                again[incarnation, worker] = why
+        return {key: why for key, why in again.items() if key[0] not in lost}, lost
+
+    def _begin_recovery(
+        self, lost: list[str], evidence: list[str], heard: float, now: float, down: Mapping[int, str] | None = None
+    ) -> list[Decision]:
+        """Halt everyone. `lost` nodes are gone; `down` are ranks (with their nodes) whose process is started again."""
         assert self.membership is not None
         over = self.version
         self.version += 1
@@ -59,13 +97,28 @@ class Recovering(Job):
             self.recovery.first_step.clear()
         self.recovery.lost_nodes += lost
         self.recovery.evidence += evidence
-        what = f"lost {lost}" if lost else f"every node lives, but {evidence[0]}"
-        reason = f"{what}: membership {over} is over"
-        halt = m.Halt(over, reason, tuple(self._vacant()))
+        self.recovery.respawned |= down or {}
+        self.recovery.fresh -= set(down or {})
+        what = [f"lost {lost}"] if lost else []
+        what += [f"lost the process of rank {rank} on {node}" for rank, node in (down or {}).items()]
+        reason = f"{', '.join(what) or f'every node lives, but {evidence[0]}'}: membership {over} is over"
+        vacant, without = self._vacant(), self._down()
+        halt = m.Halt(over, reason, tuple(sorted([*vacant, *without])))
         self.halted = set(self.agents)
-        rung = "swap" if self._vacant() else "reset"
+        rung = "swap" if vacant else "respawn" if without else "reset"
         log = Log("recovery", reason, {"rung": rung, "evidence": evidence, "version": over, "lost": lost})
         return [*(Send(i, halt) for i in self.agents), log, *self._assign_spares(now)]
+
+    def _assign_again(self, agent: Agent, worker: int, now: float) -> list[Decision]:
+        """A worker that was started again is warm: it takes its rank again, as a spare would."""
+        rank = agent.ranks[worker]
+        if rank is None or self.recovery is None or self.membership is None:
+            return []
+        self.recovery.fresh.add(rank)
+        self.deadline_s = max(self.deadline_s or now, now + self.config.halt_timeout_s)
+        assign = m.Assign(self.version, {worker: rank}, len(self.membership.members))
+        text = f"worker {worker} of {agent.node} is up again and takes rank {rank}"
+        return [Send(agent.incarnation, assign), Log("respawned", text, {"node": agent.node, "rank": rank})]
 
     def _assign_spares(self, now: float) -> list[Decision]:
         """Give each vacant node's ranks to a warm spare, as soon as there is one."""
@@ -87,7 +140,8 @@ class Recovering(Job):
                 spare.ranks[worker] = rank
                 members[rank] = spare.member(worker)
             self.deadline_s = max(self.deadline_s or now, now + self.config.halt_timeout_s)  # it may have joined long after the halt
-            out.append(Send(spare.incarnation, m.Assign(self.version, tuple(ranks), len(members))))
+            self.recovery.fresh |= set(ranks)
+            out.append(Send(spare.incarnation, m.Assign(self.version, dict(enumerate(ranks)), len(members))))
             out.append(Log("assign", f"spare {spare.node} takes ranks {ranks}", {"node": spare.node, "ranks": ranks}))
         self.membership = m.Membership(self.version, tuple(members), self.membership.holders)
         if not self._vacant():
@@ -97,7 +151,11 @@ class Recovering(Job):
     # ---- planning and resuming
 
     def _halt_report(self, incarnation: str, event: m.HaltReport, now: float) -> list[Decision]:
-        if event.version != self.version - 1 or event.rank not in self.agents[incarnation].ranks:
+        agent = self.agents[incarnation]
+        if event.version != self.version - 1 or event.rank not in agent.ranks or self.recovery is None:
+            return []
+        # What a process had that is gone, or is being ended, says nothing about the one that is started in its place.
+        if agent.ranks.index(event.rank) in agent.due_s or (event.done is not None and event.rank in self.recovery.fresh):
             return []
         self.halt_reports[event.rank] = event
         return self._try_plan(now)
@@ -109,13 +167,28 @@ class Recovering(Job):
         return self._try_plan(now)
 
     def _give_up_silent_ranks(self, now: float) -> list[Decision]:
-        """A halt that does not get through within its time: the nodes of the ranks (or agents) that are silent are given up."""
+        """A halt that does not get through within its time. Ranks that are silent are stuck, so their processes are ended and started
+        again; of agents that are silent, the nodes are given up. Who is being started again has a deadline of its own."""
         assert self.membership is not None
-        silent = dict.fromkeys(self._unreported(), "its agent did not report its replicas in time")
-        for rank, member in enumerate(self.membership.members):
-            if rank not in self.halt_reports and member.incarnation in self.agents:
-                silent[member.incarnation] = f"rank {rank} did not report its halt in time"
-        return self._lose(silent, now) if silent else []
+        nodes = dict.fromkeys(self._unreported(), "its agent did not report its replicas in time")
+        stuck = {
+            (member.incarnation, member.worker): "it did not report its halt in time"
+            for rank, member in enumerate(self.membership.members)
+            if rank not in self.halt_reports
+            and member.incarnation in self.agents
+            and member.worker not in self.agents[member.incarnation].due_s
+        }
+        return self._lose(nodes, now, stuck) if nodes or stuck else []
+
+    def _late_respawns(self, now: float) -> dict[str, str]:
+        """Agents with a worker that was started again and is not up in time: incarnation -> evidence."""
+        limit = self.config.respawn_timeout_s
+        return {
+            a.incarnation: f"worker {worker}, started again, was not up within {limit:g} s"
+            for a in self.agents.values()
+            for worker, due_s in a.due_s.items()
+            if now > due_s
+        }
 
     def _unreported(self) -> list[str]:
         """Members that were told of the halt and have not said yet what replicas they hold. Who joined later holds none."""
@@ -123,7 +196,7 @@ class Recovering(Job):
 
     def _resume_overdue(self, now: float) -> list[Decision]:
         """Some ranks did not restore in time. That does not say whose fault it is, since they wait for each other: halt them again;
-        who is stuck does not report and is given up, and all others still hold their snapshots."""
+        who is stuck does not report and is started again, and all others still hold their snapshots."""
         assert self.recovery is not None and self.membership is not None
         missing = sorted(set(range(len(self.membership.members))) - self.recovery.restored.keys())
         what = f"rank(s) {missing} did not restore generation {self.recovery.generation} in {self.config.resume_timeout_s} s"
@@ -194,7 +267,10 @@ class Recovering(Job):
     def _restored(self, incarnation: str, event: m.Restored, now: float) -> list[Decision]:
         if not self._counts(incarnation, event) or self.membership is None or self.recovery is None:
             return []
+        if event.rank in self.sources and self.recovery.generation is not None:  # fetched, over a copy that may have been damaged
+            self.commits.mend(incarnation, event.rank, self.recovery.generation)
         self.recovery.restored[event.rank] = event
+        self.recovery.fresh.discard(event.rank)
         if len(self.recovery.restored) < len(self.membership.members):
             return []
         self.recovery.restored_s = now
@@ -211,4 +287,4 @@ class Recovering(Job):
             return []
         done, self.recovery = self.recovery, None
         self.recoveries.append(done)
-        return [Log("recovered", f"{'swap' if done.lost_nodes else 'reset'} complete", {"recovery": done.time_line(self.version, now)})]
+        return [Log("recovered", f"{done.kind} complete", {"recovery": done.time_line(self.version, now)})]

@@ -54,10 +54,10 @@ class Control(Recovering):
         if self.phase is Phase.ENDED:
             return []
         out: list[Decision] = []
-        silent = self.lease.silent(self.agents.values(), now)
+        gone = {**self._late_respawns(now), **self.lease.silent(self.agents.values(), now)}
         # Until there are ranks to lose, only a closed connection counts: a machine that starts many workers may be slow to speak.
-        if silent and self.phase is not Phase.GATHERING:
-            out += self._lose(silent, now)
+        if gone and self.phase is not Phase.GATHERING:
+            out += self._lose(gone, now)
         overdue = self.deadline_s is not None and now > self.deadline_s
         if self.phase is Phase.GATHERING:
             out += self._try_start(now)
@@ -93,10 +93,12 @@ class Control(Recovering):
             return [Log("ignored", f"node {agent.node} has {agent.join.workers} workers, there is no worker {event.worker}")]
         agent.ready.add(event.worker)
         agent.stores[event.worker] = event.store
+        was_down = agent.due_s.pop(event.worker, None) is not None
         if self.phase is Phase.GATHERING:
             return self._try_start(now)
         if self.phase is Phase.HALTING:
-            return self._assign_spares(now) + self._try_plan(now)
+            again = self._assign_again(agent, event.worker, now) if was_down else []
+            return again + self._assign_spares(now) + self._try_plan(now)
         return [Log("spare", f"node {agent.node} is a warm spare", {"node": agent.node})] if agent.warm and agent.spare else []
 
     def _try_start(self, now: float) -> list[Decision]:
@@ -156,15 +158,30 @@ class Control(Recovering):
         return [log, *self._begin_recovery([], [f"the copy of {text}"], now, now)]
 
     def _worker_error(self, incarnation: str, event: m.WorkerError, now: float) -> list[Decision]:
-        if event.version != self.version:
+        over = self.version - 1 if self.phase is Phase.HALTING else self.version
+        if event.version != over or event.rank not in self.agents[incarnation].ranks:
             return []
         log = Log("error", f"rank {event.rank} in step {event.step}: {event.text}", {"rank": event.rank, "step": event.step})
         if not event.collective:
-            ranks = self.agents[incarnation].ranks
-            failed = (incarnation, ranks.index(event.rank)) if event.rank in ranks else None
-            return [log, *self._end(1, f"rank {event.rank} failed in step {event.step}: {event.text}", failed)]
+            return [log, *self._program_error(incarnation, event, now)]
+        if self.phase is Phase.HALTING:  # what it says is what the halt does to everyone
+            return []
         self.errors[event.rank] = (now, event)
         return [log]
+
+    def _program_error(self, incarnation: str, event: m.WorkerError, now: float) -> list[Decision]:
+        """An exception that no communication raised. Memory that is full, or a device gone wrong, raises too: the first time, its
+        process is started again. The same exception in the same step once more, wherever, is the program's own."""
+        agent = self.agents[incarnation]
+        worker, kind = agent.ranks.index(event.rank), event.text.split(":", 1)[0]
+        what = f"failed in step {event.step}: {event.text}"
+        before = self.program_errors.setdefault((event.step, kind), event)
+        if worker in agent.due_s or (before is not event and (before.rank, before.version) == (event.rank, event.version)):
+            return []  # said before
+        if before is not event or not self.stepped or self.finished:
+            why = "" if before is event else f"; rank {before.rank} had failed there in the same way, so it is the program, not a node"
+            return self._end(1, f"rank {event.rank} {what}{why}", (incarnation, worker))
+        return self._lose({}, now, {(incarnation, worker): what})
 
     def _judge_errors(self, now: float) -> list[Decision]:
         """A collective failed, yet no node was lost within a lease: the fault was in between, so all begin again in place."""
@@ -173,10 +190,12 @@ class Control(Recovering):
         first_s, first = min(self.errors.values(), key=lambda e: e[0])
         if now - first_s <= self.config.lease_s + 2 * self.config.heartbeat_interval_s:
             return []
-        return self._begin_recovery([], [f"rank {first.rank}: {first.text}"], now, now)
+        return self._begin_recovery([], [f"rank {first.rank}: {first.text}"], first_s, now)
 
     def _worker_lost(self, incarnation: str, event: m.WorkerLost, now: float) -> list[Decision]:
-        return self._lose({incarnation: f"worker {event.worker}: {event.evidence}"}, now)
+        if not 0 <= event.worker < self.agents[incarnation].join.workers:
+            return []
+        return self._lose({}, now, {(incarnation, event.worker): event.evidence})
 
     def _agent_lost(self, incarnation: str, event: m.AgentLost, now: float) -> list[Decision]:
         return self._lose({incarnation: event.evidence}, now) if incarnation in self.agents else []
@@ -184,7 +203,7 @@ class Control(Recovering):
     def _finished(self, incarnation: str, event: m.Finished, now: float) -> list[Decision]:
         node = self.agents[incarnation].node
         who = f"rank {event.rank}" if event.rank is not None else f"worker {event.worker}"
-        if event.code != 0 and self.phase is not Phase.GATHERING and self._has_no_state(incarnation):
+        if event.code != 0 and self._has_no_state(event.rank):
             return self._lose({incarnation: f"{who} could not begin: {event.text}"}, now)
         if event.code != 0:
             return self._end(event.code, f"{who} on node {node} ended: {event.text}", (incarnation, event.worker))
@@ -196,13 +215,12 @@ class Control(Recovering):
             return self._end(0, "training is done")
         return []
 
-    def _has_no_state(self, incarnation: str) -> bool:
-        """Whether an agent is a spare, or one that has been given ranks in this recovery and has not restored them yet."""
-        ranks = {r for r in self.agents[incarnation].ranks if r is not None}
-        if self.recovery is None:
-            return not ranks
+    def _has_no_state(self, rank: int | None) -> bool:
+        """Whether a worker is a spare's, or one that has been given its rank in this recovery and has not restored it yet."""
+        if self.recovery is None or rank is None:
+            return rank is None and self.phase is not Phase.GATHERING
         had = {r for r, report in self.halt_reports.items() if report.done is not None} | self.recovery.restored.keys()
-        return self.phase is not Phase.TRAINING and not ranks & had
+        return self.phase is not Phase.TRAINING and rank not in had
 
     def _inject(self, incarnation: str, event: m.Inject, now: float) -> list[Decision]:
         return arm(event.injection, self.agents.values())
@@ -214,7 +232,8 @@ class Control(Recovering):
         return [Send(incarnation, m.Alive())]
 
     def _step_done(self, incarnation: str, event: m.StepDone, now: float) -> list[Decision]:
-        return []  # the service records it; the core decides nothing by it
+        self.stepped = True  # the service records the rest
+        return []
 
 
 _Handler = Callable[[Control, str, Any, float], list[Decision]]
@@ -236,7 +255,7 @@ _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.Skipped): Control._skipped for p in (Phase.TRAINING, Phase.RESUMING)},
     **{(p, m.CopyDamaged): Control._copy_damaged for p in _STARTED},
     **{(p, m.FirstStep): Control._first_step for p in (Phase.TRAINING, Phase.RESUMING)},
-    **{(p, m.WorkerError): Control._worker_error for p in (Phase.TRAINING, Phase.RESUMING)},
+    **{(p, m.WorkerError): Control._worker_error for p in _STARTED},
     (Phase.HALTING, m.HaltReport): Control._halt_report,
     (Phase.HALTING, m.ReplicaReport): Control._replica_report,
     (Phase.RESUMING, m.Restored): Control._restored,

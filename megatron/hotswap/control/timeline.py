@@ -17,6 +17,8 @@ class Recovery:
     lost_nodes: list[str]
     evidence: list[str]
     halt_sent_s: float
+    respawned: dict[int, str] = field(default_factory=dict)  # rank whose process was started again -> node
+    fresh: set[int] = field(default_factory=set)  # ranks whose process is new in this recovery and has no state yet
     halted_s: float | None = None
     planned_s: float | None = None
     restored: dict[int, m.Restored] = field(default_factory=dict)
@@ -26,6 +28,11 @@ class Recovery:
     attempts: int = 1
     timeouts: int = 0  # of resuming, in a row
 
+    @property
+    def kind(self) -> str:
+        """The highest rung of the ladder that was needed."""
+        return "swap" if self.lost_nodes else "respawn" if self.respawned else "reset"
+
     def time_line(self, version: int, now: float) -> dict[str, Any]:
         """What events.jsonl says of it once every rank has completed a step of membership `version`."""
         restored = list(self.restored.values())
@@ -33,8 +40,10 @@ class Recovery:
         restore = max((x.restore_s for x in restored), default=0.0)
         halted, planned, end = (self.halted_s or now), (self.planned_s or now), (self.restored_s or now)
         return {
-            "kind": "swap" if self.lost_nodes else "reset",
+            "kind": self.kind,
             "nodes_lost": self.lost_nodes,
+            "ranks_respawned": sorted(self.respawned),
+            "nodes_struck": [*self.lost_nodes, *dict.fromkeys(self.respawned.values())],
             "evidence": self.evidence,
             "generation": self.generation,
             "attempts": self.attempts,

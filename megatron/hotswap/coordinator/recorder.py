@@ -109,7 +109,7 @@ class Recorder:
     def _recovery(self, line: dict[str, Any]) -> dict[str, Any]:
         """The core's time line, in the units of the summary, counted from the fault where its time is known."""
         detected = line["detected_s"] + self._clock_offset
-        struck = last_strike(self.run_dir, line["nodes_lost"], detected)
+        struck = last_strike(self.run_dir, line["nodes_struck"], detected)
         since = "fault" if struck is not None else "last sign of life"
         began = struck if struck is not None else line["last_heard_s"] + self._clock_offset
         # The median: the first steps of a process, and those that evaluate or save in between, are not normal ones.
@@ -119,6 +119,7 @@ class Recorder:
         return {
             "kind": line["kind"],
             "nodes_lost": line["nodes_lost"],
+            "ranks_respawned": line["ranks_respawned"],
             "phases": {k: round(v, 6) for k, v in phases.items()},
             "total_s": round(sum(phases.values()) - normal, 6),
             "normal_step_s": round(normal, 6),

@@ -113,10 +113,10 @@ class Snapshots:
         self._session.say(local.Copying(generation, slot, keep))
 
     def adopt(self, plan: local.Plan) -> None:
-        """What the agent has fetched for this plan lies in a slot now."""
+        """What the agent has fetched for this plan, or kept of the process before this one, lies in a slot."""
         assert self.engine is not None
-        if plan.fetched_slot is not None:
-            self.engine.adopt(plan.generation, plan.fetched_slot)
+        if plan.slot is not None:
+            self.engine.adopt(plan.generation, plan.slot)
 
     def metadata(self, generation: int) -> dict[str, Any]:
         """The metadata of a generation."""

@@ -81,6 +81,8 @@ class SnapshotEngine:
         sources = self._addresses(tensors)
         slot = next_slot(self._generations, keep)
         self._metadata.pop(self._generations.pop(slot, -1), None)
+        # First: should this process die from here on, its agent must not take the slot for what was in it before.
+        self._control.set(Word.GENERATION_0 + slot, generation + 1)
         self.slots.invalidate(slot)
         self.slots.view(slot)[HEADER_BYTES : HEADER_BYTES + len(metadata)] = metadata
         self._control.set(Word.METADATA_BYTES_0 + slot, len(metadata))

@@ -40,6 +40,8 @@ class Word(enum.IntEnum):
     METADATA_BYTES_1 = 9
     COPIED_BYTES_0 = 10  # copy engine: how much of the payload of slot 0 is in place, while COPIED does not say that all is
     COPIED_BYTES_1 = 11
+    GENERATION_0 = 12  # whoever fills slot 0: the generation that it is for, set before a byte of the slot changes
+    GENERATION_1 = 13
 
 
 def next_slot(held: Mapping[int, int], keep: int, count: int = OWN_SLOTS) -> int:

@@ -11,12 +11,16 @@ import runpy
 import sys
 import threading
 import traceback
+from typing import TYPE_CHECKING
 
 from .. import config, environment
 from ..control import messages as m
 from ..device import cpu, wheel
 from ..errors import UsageError
 from ..processes import die_with_parent
+
+if TYPE_CHECKING:
+    from .session import Session
 
 
 def main() -> None:
@@ -39,6 +43,7 @@ def main() -> None:
     if on_cpu:
         guard_waits(session)
     code, text = 0, ""
+    failure: BaseException | None = None
     try:
         HotSwap(session, config.parse(argv), _store_factory(place.address))
         warm()
@@ -49,7 +54,8 @@ def main() -> None:
         code, text = _exit_code(end)
     except UsageError as mistake:
         code, text = 2, str(mistake)
-    except BaseException as failure:  # whatever it was, the job must hear of it
+    except BaseException as raised:  # whatever it was, the job must hear of it
+        failure = raised
         traceback.print_exc()
         last = traceback.extract_tb(failure.__traceback__)[-1]  # a bare assert says nothing but its place
         code, text = 1, f"{type(failure).__name__}: {failure} (in {last.name}, line {last.lineno}: {last.line})"
@@ -58,12 +64,24 @@ def main() -> None:
         end_process(
             code, f"this spare could not build its rank: {text}"
         )  # its agent tells; the next spare takes its place
-    if code and session.halted:
+    if isinstance(failure, Exception) and session.step > 0:
+        _say_failed_in_training(session, failure)
+    elif code and session.halted:
         # Lost a peer before the first snapshot: nothing here can be gone back to, and the coordinator says what that means.
         session.report_building(session.version)
     else:
         session.say(m.Finished(place.worker, session.rank, code, text))
     threading.Event().wait()  # the monitor ends this process
+
+
+def _say_failed_in_training(session: Session, failure: Exception) -> None:
+    """Outside of what the recovery loop wraps: this process cannot go on, another in its place can."""
+    from .loop import is_communication
+    from .session import end_process
+
+    if session.halted or is_communication(failure):
+        end_process(1, f"a peer was lost at a place that cannot be taken up again: {failure}")  # its agent tells
+    session.report_error(failure, session.step, collective=False)
 
 
 def _exit_code(end: SystemExit) -> tuple[int, str]:

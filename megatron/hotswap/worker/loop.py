@@ -178,14 +178,12 @@ class Loop:
     def _report_error(self, failure: Exception) -> None:
         """An exception without a halt: say it and wait; the coordinator finds out whose fault it is."""
         step = self._calls[-1].iteration + 1
-        collective = isinstance(failure, Halted) or _is_communication(failure)
-        assert self._session.rank is not None
-        text = f"{type(failure).__name__}: {failure}"
+        collective = is_communication(failure)
         if not collective:
             import traceback
 
             traceback.print_exception(failure)
-        self._session.say(m.WorkerError(self._session.rank, self._session.version, step, collective, text[:2000]))
+        self._session.report_error(failure, step, collective)
 
     def _reach(self, call: StepCall, section: Section | None = None) -> None:
         """Bring the state from the generation it was restored to up to just before `call` (or before `section` of it)."""
@@ -270,11 +268,11 @@ class Loop:
         self._session.enter("optimizer", completes)
 
 
-def _is_communication(failure: Exception) -> bool:
-    """Whether an exception comes out of torch.distributed: its own types, or a RuntimeError raised below it."""
+def is_communication(failure: Exception) -> bool:
+    """Whether an exception comes out of torch.distributed (its own types, or a RuntimeError raised below it), or out of a halt."""
     import torch.distributed as dist
 
-    if isinstance(failure, dist.DistError):
+    if isinstance(failure, Halted | dist.DistError):
         return True
     trace = failure.__traceback__
     while trace is not None and isinstance(failure, RuntimeError):

@@ -22,6 +22,7 @@ from ..control import messages as m
 from ..environment import WorkerEnvironment
 from ..errors import Halted
 from ..snapshot.slots import ControlBlock, Word
+from . import faults
 
 #: A wait in the engine is taken up again this often, so that a debugger or a signal gets a turn.
 _WAIT_SLICE_S = 1.0
@@ -37,13 +38,13 @@ class Session:
         self.version = 0  # of the membership that the training thread works in
         self.rank: int | None = None
         self.building = False  # a spare that has a rank but no state yet
-        self._fetched: int | None = None  # the generation that its agent has fetched into its slot meanwhile
         self.orders: queue.Queue[m.Halt | local.Plan] = queue.Queue()
         self.abort: Callable[[int], None] = lambda version: None  # set by worker/abort.py
         self.exposed_stall_s = 0.0  # since it was last read
         self._replies: queue.Queue[tuple[Any, tuple[int, ...]]] = queue.Queue()
         self._ranks: queue.Queue[local.Given] = queue.Queue()
         self._armed: list[m.Injection] = []
+        self._next_collective_fails = False  # on purpose
         self._send_lock = threading.Lock()
         self._monitor = threading.Thread(target=self._listen, name="deadpool-monitor", daemon=True)
         self._monitor.start()
@@ -83,7 +84,6 @@ class Session:
                 )  # before the order is there to be read: who has read it is out, and ends the abort
                 self.orders.put(message)
         elif isinstance(message, local.Plan):
-            self._fetched = message.generation
             self.orders.put(message)
         elif isinstance(message, local.Given):
             self.rank, self.version, self.building = message.rank, message.version, message.fake
@@ -98,15 +98,20 @@ class Session:
             self._replies.put((message, fds))
 
     def report_building(self, over: int) -> None:
-        """What a spare that has no state yet says to a halt."""
+        """What a process that has no state yet says to a halt. What lies in its slots, its agent knows and adds."""
         assert self.rank is not None
         while True:  # a plan of a membership that is over must not be acted on
             try:
                 self.orders.get_nowait()
             except queue.Empty:
                 break
-        own = () if self._fetched is None else (self._fetched,)
-        self.say(m.HaltReport(over, self.rank, None, False, own, ""))
+        self.say(m.HaltReport(over, self.rank, None, False, (), ""))
+
+    def report_error(self, failure: BaseException, step: int, collective: bool) -> None:
+        """The training thread caught an exception in a step and waits for orders; the coordinator finds out whose fault it is."""
+        assert self.rank is not None
+        text = f"{type(failure).__name__}: {failure}"
+        self.say(m.WorkerError(self.rank, self.version, step, collective, text[:2000]))
 
     # ---- the halt
 
@@ -115,10 +120,18 @@ class Session:
         """Whether the membership that this worker works in is over. A spare that still builds works in none."""
         return not self.building and self.version > 0 and self.control.get(Word.OVER_VERSION) >= self.version
 
+    @property
+    def step(self) -> int:
+        """The step that the training thread is in, or was in last, counted from 1; 0 before the first."""
+        return 0 if self.building else self.control.get(Word.STEP)
+
     def check(self) -> None:
         """Raise Halted if the membership is over. Called at every border of a step, a micro-batch and a section."""
         if self.halted:
             raise Halted(f"membership {self.version} is over")
+        if self._next_collective_fails:
+            self._next_collective_fails = False
+            raise RuntimeError("Connection closed by peer (fail-collective, a fault on purpose)")
 
     def wait_for(self, word: Word, value: int) -> None:
         """Wait until a word of the control block is at least `value`.
@@ -165,14 +178,22 @@ class Session:
         self.control.set(Word.STEP, step)
         self.control.set(Word.PHASE, m.PHASES.index(phase) + 1)
         self.control.bump(Word.PROGRESS)
-        for injection in list(self._armed):
-            due = (
-                injection.at_step is not None and injection.at_step <= step
-            )  # armed late, it strikes at the next occasion
-            if due and (injection.phase or "forward") == phase:
-                self._armed.remove(injection)
-                self.say(local.Strike(injection))
-                time.sleep(60.0)  # the agent strikes within milliseconds; nothing must happen in between
+        for injection in [i for i in self._armed if _due(i, phase, step)]:
+            self._armed.remove(injection)
+            self.say(local.Strike(injection))  # the agent writes down when, and strikes within milliseconds if it is for it to do
+            if injection.action not in m.WORKER_FAULTS:
+                time.sleep(60.0)  # nothing must happen in between
+            elif injection.action == "fail-collective":
+                self._next_collective_fails = True
+            else:
+                faults.cause(injection.action)
+
+
+def _due(injection: m.Injection, phase: str, step: int) -> bool:
+    """Whether an armed fault strikes here. Armed late, it strikes at the next occasion."""
+    if injection.at_step is None:
+        return True
+    return injection.at_step <= step and (injection.phase or "forward") == phase
 
 
 def end_process(code: int, reason: str) -> None:

@@ -1,0 +1,110 @@
+"""The lives of an agent's workers: started, listened to, watched, ended, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from . import local
+from .worker_process import WorkerProcess
+
+#: How often workers are looked at. The end of one is known at once, by its link; this finds one that is stopped.
+_LIFE_CHECK_INTERVAL_S = 0.25
+_END_CHECK_S = 0.005
+
+
+class Lives:
+    """One per agent. `heard(worker, message)` is called with what a worker says, `lost(worker, evidence)` once when one is gone, or
+    is stopped for longer than `lease_s()`, without having said goodbye."""
+
+    def __init__(
+        self,
+        heard: Callable[[WorkerProcess, Any], None],
+        lost: Callable[[WorkerProcess, str], None],
+        lease_s: Callable[[], float],
+    ) -> None:
+        self.workers: list[WorkerProcess] = []
+        self._heard = heard
+        self._lost = lost
+        self._lease_s = lease_s
+
+    def add(self, worker: WorkerProcess) -> None:
+        """A worker whose process was just started."""
+        self.workers.append(worker)
+        self._listen(worker)
+
+    def tell(self, worker: WorkerProcess, message: local.FromAgent, fds: tuple[int, ...] = ()) -> None:
+        """To the worker. One that does not read any more (stopped, dying) is found by `watch`; the message is of no use to it."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            worker.link.send(message, fds)
+
+    async def start_again(self, worker: WorkerProcess, settle: Callable[[WorkerProcess], Awaitable[None]]) -> None:
+        """End what is left of a worker's process and start another. `settle` is awaited in between: while nobody writes its slots."""
+        self._deaf(worker)
+        worker.given, worker.said_goodbye = False, True
+        process = worker.process
+        if process.poll() is None:
+            process.kill()
+        while process.poll() is None:  # one that hangs in the kernel is not replaced: it may still write
+            await asyncio.sleep(_END_CHECK_S)
+        worker.link.sock.close()
+        worker.take_stock()
+        await settle(worker)
+        worker.start()
+        self._listen(worker)
+
+    async def watch(self) -> None:
+        """Look for workers that are stopped, for as long as the agent lives."""
+        loop = asyncio.get_running_loop()
+        stopped_since: dict[int, float] = {}
+        while True:
+            await asyncio.sleep(_LIFE_CHECK_INTERVAL_S)
+            for worker in self.workers:
+                how = worker.ended()
+                if how is None or not how.startswith("stopped"):
+                    stopped_since.pop(worker.index, None)
+                elif loop.time() - stopped_since.setdefault(worker.index, loop.time()) > self._lease_s():
+                    self._lose(worker, f"{how} for longer than the lease of {self._lease_s()} s")
+
+    def close(self) -> None:
+        """End them all."""
+        for worker in self.workers:
+            self._deaf(worker)
+            worker.kill()
+
+    def _listen(self, worker: WorkerProcess) -> None:
+        worker.link.sock.setblocking(False)
+        asyncio.get_running_loop().add_reader(worker.link.sock, self._receive, worker)
+
+    def _deaf(self, worker: WorkerProcess) -> None:
+        if worker.link.sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(worker.link.sock)
+
+    def _receive(self, worker: WorkerProcess) -> None:
+        try:
+            message, fds = worker.link.receive()
+        except BlockingIOError:
+            return
+        except (EOFError, OSError):
+            self._deaf(worker)
+            self._link_closed(worker, worker.process)
+            return
+        assert not fds
+        self._heard(worker, message)
+
+    def _link_closed(self, worker: WorkerProcess, process: object) -> None:
+        """The process is ending: find out how, as soon as the kernel knows."""
+        if worker.process is not process:  # it was started again meanwhile
+            return
+        how = worker.ended()
+        if how is None or how.startswith("stopped"):
+            asyncio.get_running_loop().call_later(_END_CHECK_S, self._link_closed, worker, process)
+        else:
+            self._lose(worker, how)
+
+    def _lose(self, worker: WorkerProcess, evidence: str) -> None:
+        if not worker.said_goodbye:
+            worker.said_goodbye = True
+            self._lost(worker, evidence)
