@@ -65,6 +65,11 @@ def test_targets_of_inject():
     for target in ("node1", "worker:node1", "node:", "rank:3", "agent:node1/0"):
         with pytest.raises(UsageError, match="takes node:NAME"):
             faults.parse_target("kill", target, None, None)
+    assert faults.parse_target("segv", "worker:node1/0", 12, None) == Injection("segv", "worker", "node1", 0, 12)
+    with pytest.raises(UsageError, match="--fault segv takes worker:NAME/INDEX"):
+        faults.parse_target("segv", "node:node1", None, None)
+    with pytest.raises(UsageError, match="--fault takes one of exit, segv, oom, hang, spin, fail-collective"):
+        faults.parse_target("explode", "worker:node1/0", None, None)
     with pytest.raises(UsageError, match="give --at-step"):
         faults.parse_target("kill", "node:node1", None, "forward")
     with pytest.raises(UsageError, match="a phase is one of forward, backward"):
@@ -75,7 +80,9 @@ def test_scheduled_faults():
     fault = faults.parse_scheduled("kill:node:2:14:backward", 4)
     assert (fault.action, fault.scope, fault.rank, fault.at_step, fault.phase) == ("kill", "node", 2, 14, "backward")
     assert faults.parse_scheduled("freeze:worker:0:5", 4).phase == "forward"
+    assert faults.parse_scheduled("fail-collective:worker:1:9:backward", 4).action == "fail-collective"
     for spec, words in (
+        ("segv:node:2:9", "--inject takes"),
         ("kill:node:2", "--inject takes"),
         ("kill:node:4:9", "no rank 4"),
         ("kill:node:0:1", "from step 3 on, got 1"),
@@ -93,6 +100,7 @@ def test_a_fault_that_could_not_strike_is_refused():
         (Injection("kill", "worker", "node1", 2), "has workers 0 to 1"),
         (Injection("kill", "node", "node1", at_step=10), "has completed step 10"),
         (Injection("kill", "node", "node2", at_step=20), "is a spare"),
+        (Injection("segv", "worker", "node2"), "is a spare, whose training threads wait"),
     ):
         with pytest.raises(UsageError, match=words):
             faults.check_against(status, injection)
@@ -117,6 +125,14 @@ def test_the_time_line_names_every_phase():
         "recovered from the loss of node1 in 1.15 s: detect 0.10 + halt 0.20 + plan 0.00 + rebuild 0.50 + "
         "restore 0.25 + first step 0.40 - a normal step 0.30; 2.5 MB restored, 1 completed step ran again"
     )
+
+
+def test_what_was_lost_in_words():
+    assert narrate.what_was_lost(RECOVERY) == "the loss of node1"
+    respawn = {**RECOVERY, "nodes_lost": [], "ranks_respawned": [2]}
+    assert narrate.what_was_lost(respawn) == "the loss of the process of rank 2"
+    assert narrate.what_was_lost({**RECOVERY, "ranks_respawned": [0, 2]}) == "the loss of node1 and the processes of ranks 0, 2"
+    assert narrate.what_was_lost({**respawn, "ranks_respawned": []}) == "a broken collective"
 
 
 def test_decisions_in_words():

@@ -195,6 +195,27 @@ def test_after_a_halt_the_header_is_written_all_the_same():
     run(test)
 
 
+@pytest.mark.parametrize("torn", [False, True])
+def test_when_the_worker_is_gone_a_complete_copy_gets_its_header_and_a_torn_one_is_not_waited_for(torn):
+    async def test():
+        owner, holder, membership = await pair()
+        holder.store.frozen = True
+        owner.take(5, os.urandom(PAYLOAD), b"m", copied=False)
+        owner.replicator.begin(owner.worker, membership, 5, keep=-1)
+        await asyncio.sleep(0.02)
+        if torn:
+            owner.worker.generations.clear()
+        else:
+            owner.worker.control.set(Word.COPIED, 6)
+        owner.replicator.halt()
+        await asyncio.sleep(0.02)
+        await owner.replicator.sealed(owner.worker)
+        assert (bytes(owner.worker.slots.view(0)[:8]) == b"DEADPOOL") == (not torn)
+        await owner.transport.close(), await holder.transport.close()
+
+    run(test)
+
+
 @pytest.mark.parametrize("generation", [4, 6])
 def test_what_is_replicated_already_is_not_sent_again_but_what_was_never_is(generation):
     async def test():

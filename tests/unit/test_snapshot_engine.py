@@ -51,6 +51,16 @@ def rank():
     made.slots.close()
 
 
+def test_a_slot_is_named_after_its_new_generation_before_a_byte_of_it_changes(rank, monkeypatch):
+    """Guarantee 2: whoever dies in between must not leave a slot that passes for what was in it."""
+    named = []
+    monkeypatch.setattr(rank.slots, "invalidate", lambda slot: named.append(rank.control.get(Word.GENERATION_0 + slot)))
+    for generation in (6, 7, 8):
+        rank.engine.begin(generation, rank.tensors, METADATA, keep=generation - 1)
+    assert named == [7, 8, 9]
+    rank.engine.complete()
+
+
 def test_the_progress_of_a_copy_ends_where_its_last_tensor_does(rank):
     layout = rank.engine.layout
     rank.control.set(Word.COPIED_BYTES_0, 5)  # of the generation that was in the slot before

@@ -18,15 +18,15 @@ class Phase(Enum):
 #: (from, to) -> what brings it about. Any other change is a bug of ours.
 CHANGES = {
     (Phase.GATHERING, Phase.TRAINING): "enough nodes are warm",
-    (Phase.TRAINING, Phase.HALTING): "a node is lost, or a collective failed",
-    (Phase.HALTING, Phase.HALTING): "another node is lost: begin again with what is left",
+    (Phase.TRAINING, Phase.HALTING): "a node or a process is lost, or a collective failed",
+    (Phase.HALTING, Phase.HALTING): "another one is lost, or stuck: begin again with what is left",
     (Phase.HALTING, Phase.RESUMING): "every rank has reported: the plan is made",
-    (Phase.RESUMING, Phase.HALTING): "another node is lost, or ranks did not restore in time",
+    (Phase.RESUMING, Phase.HALTING): "another one is lost, or ranks did not restore in time",
     (Phase.RESUMING, Phase.TRAINING): "every rank has restored",
     (Phase.GATHERING, Phase.ENDED): "a worker could not begin",
-    (Phase.TRAINING, Phase.ENDED): "training is done, or a worker failed",
-    (Phase.HALTING, Phase.ENDED): "no spare in time (code 75), or nothing to go back to",
-    (Phase.RESUMING, Phase.ENDED): "a worker failed, or resuming timed out again and again",
+    (Phase.TRAINING, Phase.ENDED): "training is done, or the program failed",
+    (Phase.HALTING, Phase.ENDED): "no spare in time (code 75), nothing to go back to, or the program failed",
+    (Phase.RESUMING, Phase.ENDED): "the program failed, or resuming timed out again and again",
 }
 
 

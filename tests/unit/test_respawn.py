@@ -1,0 +1,132 @@
+"""A worker that dies and is started again, at its agent: what of its slots counts, and what must not happen in between."""
+
+import asyncio
+import signal
+import subprocess
+from unittest import mock
+
+import pytest
+
+from megatron.hotswap.agent import own_snapshot
+from megatron.hotswap.agent.lives import Lives
+from megatron.hotswap.agent.local import FromWorker, Link, pair
+from megatron.hotswap.agent.worker_process import WorkerProcess
+from megatron.hotswap.control import messages as m
+from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
+from megatron.hotswap.snapshot.slots import Word
+
+RUN, LAYOUT = "run-1", bytes(32)
+SLOT_BYTES = HEADER_BYTES + 8192
+
+
+def start_sleeper(self):
+    """In place of a training script: a process that does nothing, at the other end of a real link."""
+    self.given = self.said_goodbye = False
+    ours, theirs = pair()
+    self.link = Link(ours, FromWorker)
+    self.process = subprocess.Popen(["sleep", "60"], pass_fds=(theirs.fileno(),))
+    theirs.close()
+
+
+@pytest.fixture
+def worker(tmp_path):
+    with mock.patch.object(WorkerProcess, "start", start_sleeper):
+        made = WorkerProcess(0, ["script.py"], tmp_path / "worker.log", {}, {})
+        made.rank, made.layout_hash = 3, LAYOUT
+        made.make_slots(SLOT_BYTES)
+        yield made
+        made.kill()
+
+
+def begin(worker, slot, generation, said=True):
+    """The worker begins a copy: the word first, then the slot changes, and last its agent hears of it."""
+    worker.control.set(Word.GENERATION_0 + slot, generation + 1)
+    worker.slots.invalidate(slot)
+    if said:
+        worker.generations[slot] = generation
+
+
+def end(worker, slot, generation, sealed=True):
+    """The copy is complete; the agent writes the header."""
+    worker.control.set(Word.COPIED, generation + 1)
+    if sealed:
+        payload = SLOT_BYTES - HEADER_BYTES
+        crc = worker.slots.checksum(slot, 0, payload)
+        worker.slots.write_header(slot, Header(RUN, 3, generation, LAYOUT, 0, payload, crc))
+
+
+def left(worker):
+    worker.take_stock()
+    return own_snapshot.complete(worker, RUN)
+
+
+def test_what_was_complete_is_still_there_when_its_process_is_gone(worker):
+    for generation in (6, 7):
+        begin(worker, generation % 2, generation)
+        end(worker, generation % 2, generation)
+    assert left(worker) == (6, 7)
+    assert worker.generations == {0: 6, 1: 7}
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_copy_that_its_process_died_over_does_not_count_nor_does_what_was_there_before(worker, said):
+    """Guarantee 2. The agent may not have heard that the copy had begun, and take the slot for generation 6 still."""
+    for generation in (6, 7):
+        begin(worker, generation % 2, generation)
+        end(worker, generation % 2, generation)
+    begin(worker, 0, 8, said)
+    assert worker.generations[0] == (8 if said else 6)
+    assert left(worker) == (7,)
+    assert worker.generations == {1: 7}
+
+
+def test_a_copy_that_was_only_about_to_begin_counts_its_slot_out(worker):
+    begin(worker, 0, 6)
+    end(worker, 0, 6)
+    worker.control.set(Word.GENERATION_0, 9)  # died before it could touch the header, which is still that of 6
+    assert left(worker) == ()
+
+
+def test_a_complete_copy_without_its_header_is_not_restored_from(worker):
+    """Its header would have been written by the agent, had it known of it."""
+    begin(worker, 0, 6, said=False)
+    end(worker, 0, 6, sealed=False)
+    assert left(worker) == ()
+    assert worker.generations == {0: 6}
+
+
+def test_what_the_job_went_back_behind_is_no_generation_any_more(worker):
+    for generation in (6, 7):
+        begin(worker, generation % 2, generation)
+        end(worker, generation % 2, generation)
+    worker.empty(1)
+    worker.control.set(Word.COPIED, 7)
+    assert left(worker) == (6,)
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL, None])
+def test_one_process_has_ended_before_the_next_begins_and_its_end_is_no_loss(worker, how):
+    """Stopped, dead already, or alive but stuck."""
+    first, settled, lost = worker.process, [], []
+
+    async def settle(w):
+        settled.append((w.process is first, first.poll() is not None))
+
+    async def test():
+        lives = Lives(lambda w, message: None, lambda w, evidence: lost.append(evidence), lambda: 60.0)
+        lives.add(worker)
+        if how is not None:
+            first.send_signal(how)
+        worker.given = True
+        if how is signal.SIGKILL:
+            while not lost:
+                await asyncio.sleep(0.01)
+        await lives.start_again(worker, settle)
+        await asyncio.sleep(0.1)
+        lives.tell(worker, m.Stop(0, "reads"))
+        lives.close()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+    assert settled == [(True, True)]
+    assert worker.process is not first and not worker.given
+    assert lost == (["killed by SIGKILL"] if how is signal.SIGKILL else [])
