@@ -25,6 +25,7 @@ _PLAIN_INTERVAL_S = 5.0
 _TRACEBACK_LINES = 4
 _STYLES = {
     "node-lost": "bold red",
+    "worker-lost": "bold red",
     "recovery": "yellow",
     "recovered": "bold green",
     "error": "bold red",
