@@ -99,14 +99,8 @@ def rebuild_communicators(on_cpu: bool) -> dict[str, Any]:
     backend, device = ("gloo", "cpu") if on_cpu else ("nccl", f"cuda:{torch.cuda.current_device()}")
     timeout = timedelta(seconds=_TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    groups = Groups(timeout)
-
-    def start(membership: int) -> None:
-        prefix = dist.PrefixStore(f"membership{membership}", store)
-        dist.init_process_group(backend, store=prefix, rank=0, world_size=1, timeout=timeout)
-
-    def create() -> Any:
-        return groups.create([0], None, None, timeout, "check")
+    groups = Groups(timeout, timeout)
+    groups.version = 1
 
     def sums(holder: _Holder) -> bool:
         tensor = torch.arange(1 << 20, dtype=torch.float32, device=device)
@@ -115,13 +109,13 @@ def rebuild_communicators(on_cpu: bool) -> dict[str, Any]:
             dist.all_reduce(tensor, group=group)
         return torch.equal(tensor, wanted)
 
-    start(1)
-    holder = _Holder(create())
+    groups.start_world(backend, dist.PrefixStore("membership1", store), 0, [0])
+    holder = _Holder(groups.create([0], None, None, "check"))
     assert sums(holder), "an all-reduce of one rank changed its tensor"
     began = time.perf_counter()
-    abort_device_groups()
+    abort_device_groups([made.group for made in groups.doom(None)])
     aborted = time.perf_counter()
-    replaced = groups.rebuild(lambda: start(2), create)
+    replaced = groups.rebuild(2, dist.PrefixStore("membership2", store), (), backend).references
     rebuilt = time.perf_counter()
     assert holder.world is dist.group.WORLD, "the references were not replaced"
     assert sums(holder), "an all-reduce on the rebuilt groups changed its tensor"

@@ -20,7 +20,7 @@ import deadpool_ext
 from megatron.hotswap.device import wheel
 from megatron.hotswap.patches import distrib_optimizer
 from megatron.hotswap.patches.adapter import MegatronTrainer, local_sizes
-from megatron.hotswap.patches.parallel_state import ParallelState
+from megatron.hotswap.patches.parallel_state import create_through
 from megatron.hotswap.recovery.execute import encode_metadata
 from megatron.hotswap.snapshot.engine import SnapshotEngine, layout_of
 from megatron.hotswap.snapshot.layout import Header
@@ -231,9 +231,10 @@ def train(on_cpu: bool) -> dict[str, Any]:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     os.environ.update(place, TORCHELASTIC_USE_AGENT_STORE="True")  # the store is ours: rank 0 is to connect to it
-    groups = Groups(timedelta(seconds=_COPY_TIMEOUT_S))
     timeout = timedelta(seconds=_COPY_TIMEOUT_S)
-    trainer = MegatronTrainer(groups, ParallelState(groups), timeout, timeout)
+    groups = Groups(timeout, timeout)
+    create_through(groups)
+    trainer = MegatronTrainer(groups, timeout)
     snapshots = Snapshotting(trainer)
     trainer.step_of = lambda: snapshots.current
     distrib_optimizer.put_fence(snapshots.fence, lambda phase: None)

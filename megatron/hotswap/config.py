@@ -36,6 +36,7 @@ class HotSwapConfig:
     host_memory_max_bytes: int | None
     interface: str | None
     transport: str
+    rebuild: str  # selective or all
 
     def __post_init__(self) -> None:
         positive = ("lease_s", "heartbeat_interval_s", "halt_timeout_s", "resume_timeout_s", "collective_timeout_s", "respawn_timeout_s")
@@ -165,6 +166,15 @@ _SNAPSHOTS = (
         "what moves snapshots between nodes: tcp, MPI (mpi4py) or NIXL (RDMA where there is some); docs/transports.md says what each "
         "needs (default: %(default)s)",
         choices=TRANSPORTS,
+    ),
+    _Flag(
+        "rebuild",
+        str,
+        "selective",
+        None,
+        "which process groups are made anew after a loss: those that a lost rank was in or in which something was under way "
+        "(selective), or all, for comparison (default: %(default)s)",
+        choices=("selective", "all"),
     ),
 )
 

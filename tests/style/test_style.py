@@ -39,7 +39,11 @@ LAYERS: dict[str, set[str]] = {
     "snapshot/engine": {"errors", "snapshot/layout", "snapshot/slots"},
     "replication": {"errors", "processes", "snapshot/layout", "snapshot/slots"},
     "replication/transports": {"config", "replication"},
-    "topology/groups": {"errors"},
+    "topology/ledger": set(),
+    "topology/sockets": set(),
+    "topology/process_group": {"errors"},
+    "topology/rebind": {"errors"},
+    "topology/groups": {"errors", "topology"},
     "coordinator": {"control", "errors", "agent/inject"},
     "agent/local": {"control"},
     "agent/inject": {"control"},
@@ -63,12 +67,13 @@ LAYERS: dict[str, set[str]] = {
         "errors",
         "processes",
         "snapshot/slots",
+        "topology",
         "recovery/execute",
         "patches",
         "config",
         "device",
     },
-    "recovery/execute": {"agent/local", "control", "errors", "snapshot", "worker/abort", "worker/session"},
+    "recovery/execute": {"agent/local", "control", "errors", "snapshot", "topology", "worker/abort", "worker/session"},
     "patches": {"agent/local", "config", "control", "errors", "recovery", "snapshot", "topology", "worker", "environment", "device"},
     "device": {"errors"},
     "recovery": set(),
@@ -88,7 +93,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "worker"},
 }
-PURE = ("control", "recovery/plan", "replication/placement", "sizing", "snapshot/layout", "topology/grid")
+PURE = ("control", "recovery/plan", "replication/placement", "sizing", "snapshot/layout", "topology/grid", "topology/ledger")
 IMPURE_MODULES = {"torch", "socket", "threading", "time", "random", "asyncio", "os", "subprocess", "multiprocessing", "datetime", "secrets"}
 MYPY_STRICT = [
     "megatron/hotswap/control",
@@ -97,6 +102,7 @@ MYPY_STRICT = [
     "megatron/hotswap/sizing",
     "megatron/hotswap/snapshot/layout.py",
     "megatron/hotswap/topology/grid.py",
+    "megatron/hotswap/topology/ledger.py",
 ]
 
 #: Every flag of hot-swap. A flag is a promise to users: to add one, add it here and to README.md, and say in the commit why no
@@ -116,6 +122,7 @@ FLAGS = {
     "--hot-swap-failure-domain",
     "--hot-swap-interval",
     "--hot-swap-when-late",
+    "--hot-swap-rebuild",
     "--hot-swap-host-memory-max-bytes",
     "--hot-swap-interface",
     "--hot-swap-transport",

@@ -26,7 +26,7 @@ from megatron.training import training  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
 from megatron.hotswap.patches.adapter import MegatronTrainer  # noqa: E402
-from megatron.hotswap.patches.parallel_state import ParallelState  # noqa: E402
+from megatron.hotswap.patches.parallel_state import create_through  # noqa: E402
 from megatron.hotswap.recovery.execute import encode_metadata  # noqa: E402
 from megatron.hotswap.snapshot.engine import layout_of  # noqa: E402
 from megatron.hotswap.topology.groups import Groups  # noqa: E402
@@ -62,10 +62,11 @@ def measure(trainer: MegatronTrainer, built: tuple[Any, ...]) -> dict[str, Any]:
 def build(rank: int, world_size: int, flags: list[str]) -> dict[str, Any]:
     """Run pretrain() as this rank up to the built optimizer."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    groups = Groups(timedelta(seconds=60))
+    timeout = timedelta(seconds=60)
+    groups = Groups(timeout, timeout)
     groups.fake = True
-    parallel_state = ParallelState(groups)
-    trainer = MegatronTrainer(groups, parallel_state, timedelta(seconds=60), timedelta(seconds=60))
+    create_through(groups)
+    trainer = MegatronTrainer(groups, timeout)
     original = training.setup_model_and_optimizer
 
     def setup(*args: Any, **kwargs: Any) -> Any:

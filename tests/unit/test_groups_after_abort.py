@@ -9,37 +9,45 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
+import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from megatron.hotswap.topology.groups import Groups, _forget_world
+from megatron.hotswap.topology.groups import Groups
+from megatron.hotswap.topology.process_group import forget
 
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-def start(membership):
-    dist.init_process_group("gloo", store=dist.PrefixStore(str(membership), store), rank=0, world_size=1)
+def store(membership):
+    return dist.PrefixStore(f"membership{membership}", server)
 
 class Holder:
     pass
 
-start(1)
-groups, timeout = Groups(timedelta(seconds=20)), timedelta(seconds=20)
+hook = sys.excepthook
+timeout = timedelta(seconds=20)
+groups = Groups(timeout, timeout)
+groups.version = 1
+groups.start_world("gloo", store(1), 0, [0])
 holder = Holder()
-holder.group, holder.world, holder.nothing = groups.create([0], None, None, None, None), dist.group.WORLD, None
+holder.group, holder.world, holder.nothing = groups.create([0], None, None, None), dist.group.WORLD, None
 
-_forget_world()  # what _abort_process_group(None) leaves: no WORLD, empty registries
+for group in (holder.group, holder.world):  # what _abort_process_group(None) leaves: no WORLD, empty registries
+    forget(group)
+groups.doom(None)
 assert dist.group.WORLD is None
-replaced = groups.rebuild(lambda: start(2), lambda: groups.create([0], None, None, None, None))
+rebuilt = groups.rebuild(2, store(2), (), "gloo")
 assert holder.world is dist.group.WORLD, vars(holder)
 assert holder.nothing is None
 tensor = torch.ones(3)
 dist.all_reduce(tensor, group=holder.group)
 dist.all_reduce(tensor, group=holder.world)
-print("rebuilt", replaced)
+assert sys.excepthook is hook, "init_process_group wraps it once more each time"
+print("rebuilt", rebuilt)
 """
 
 
 def test_the_world_is_replaced_where_it_is_held() -> None:
     run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.startswith("rebuilt")
+    assert run.stdout.startswith("rebuilt Rebuilt(kept=0, made=2")

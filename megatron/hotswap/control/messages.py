@@ -193,6 +193,8 @@ class Restored(_Message, frozen=True):
     restore_s: float
     bytes_restored: int
     steps_rerun: int  # completed steps this rank runs again
+    groups_kept: int = 0
+    groups_made: int = 0
 
 
 class FirstStep(_Message, frozen=True):

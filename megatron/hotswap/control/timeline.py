@@ -58,4 +58,5 @@ class Recovery:
             "ended_s": now,
             "steps_rerun": max((x.steps_rerun for x in restored), default=0),
             "bytes_restored": sum(x.bytes_restored for x in restored),
+            "groups": {"kept": sum(x.groups_kept for x in restored), "made": sum(x.groups_made for x in restored)},
         }

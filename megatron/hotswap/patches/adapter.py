@@ -10,12 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..agent import local
 from ..recovery.execute import byte_tensor, load_random_state, random_state
 from ..snapshot.engine import NamedTensors
-from ..topology.groups import Groups
+from ..topology.groups import Groups, Rebuilt
 from ..worker.session import end_process
 from . import distrib_optimizer
-from .parallel_state import ParallelState
 
 
 class ReplayIterator:
@@ -54,16 +54,8 @@ class ReplayIterator:
 class MegatronTrainer:
     """Implements recovery.execute.Trainer."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        parallel_state: ParallelState,
-        collective_timeout: timedelta,
-        rendezvous_timeout: timedelta,
-    ) -> None:
+    def __init__(self, groups: Groups, rendezvous_timeout: timedelta) -> None:
         self._groups = groups
-        self._parallel_state = parallel_state
-        self._collective_timeout = collective_timeout
         self._rendezvous_timeout = rendezvous_timeout
         self.model: list[Any] = []
         self.optimizer: Any = None
@@ -207,24 +199,14 @@ class MegatronTrainer:
 
     # ---- groups
 
-    def rebuild_groups(self, store: str, version: int) -> int:
-        self._groups.fake = False
-        return self._groups.rebuild(lambda: self.start_world(store, version), self._parallel_state.begin_again)
-
-    def start_world(self, store: str, version: int) -> None:
-        """Initialize torch.distributed on a membership's own store."""
+    def rebuild_groups(self, plan: local.Plan) -> Rebuilt:
         from megatron.training import get_args
 
-        args = get_args()
-        client = connect_store(store, version, self._rendezvous_timeout)
-        _gather(client, args.world_size, self._rendezvous_timeout)
-        dist.init_process_group(
-            args.distributed_backend,
-            store=client,
-            rank=args.rank,
-            world_size=args.world_size,
-            timeout=self._collective_timeout,
-        )
+        store = connect_store(plan.store, plan.version, self._rendezvous_timeout)
+        return self._groups.rebuild(plan.version, store, plan.replaced, get_args().distributed_backend)
+
+    def all_joined(self) -> None:
+        self._groups.settle()
 
 
 def connect_store(address: str, version: int, timeout: timedelta) -> dist.Store:
@@ -232,16 +214,6 @@ def connect_store(address: str, version: int, timeout: timedelta) -> dist.Store:
     host, port = address.rsplit(":", 1)
     client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     return dist.PrefixStore(f"membership{version}", client)
-
-
-def _gather(store: dist.Store, world_size: int, timeout: timedelta) -> None:
-    """Wait until every rank is here, the spare that still builds its model included. Two store operations a rank.
-
-    Without it the groups' own timeout, which must be short, would run while a rank is still on its way.
-    """
-    if store.add("arrived", 1) == world_size:
-        store.set("go", b"")
-    store.wait(["go"], timeout)
 
 
 def _flat(iterators: Any) -> list[Any]:

@@ -37,7 +37,6 @@ KNOWN = {
     "megatron.training.initialize:_initialize_distributed": "eb2767aec5eacb8d",
     "megatron.core.parallel_state:create_group": "c63a8d09e4df84b5",
     "megatron.core.parallel_state:initialize_model_parallel": "6e1200b46fab6634",
-    "megatron.core.parallel_state:destroy_model_parallel": "8a0586ae1cb85533",
     "megatron.core.optimizer.optimizer:ChainedOptimizer.step": "c2b301e02ec29f4e",
     "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step": "c9adaf2e01df4ff8",
     "megatron.core.optimizer.optimizer:FP32Optimizer.step": "61f032bf26aee758",

@@ -15,13 +15,12 @@ from ..config import HotSwapConfig
 from ..control import messages as m
 from ..recovery.execute import Recovery, Snapshots
 from ..topology.groups import Groups
-from ..worker.abort import Aborter
+from ..worker.abort import Aborter, device_idle
 from ..worker.loop import Loop, Schedule, StepCall
 from ..worker.session import Session
-from . import arguments, checkpointing, distrib_optimizer, guard
+from . import arguments, checkpointing, distrib_optimizer, guard, parallel_state
 from . import training as training_patches
 from .adapter import MegatronTrainer, connect_store
-from .parallel_state import ParallelState
 
 
 class HotSwap:
@@ -34,10 +33,17 @@ class HotSwap:
         self._session = session
         self._training = training
         collective, rendezvous = (timedelta(seconds=s) for s in (config.collective_timeout_s, config.resume_timeout_s))
-        self._groups = Groups(collective)
-        self._aborter = Aborter(session)
+        self._groups = Groups(
+            collective,
+            rendezvous,
+            address=session.place.address,
+            selective=config.rebuild == "selective",
+            device_idle=device_idle,
+        )
+        parallel_state.create_through(self._groups)
+        self._aborter = Aborter(session, self._groups)
         self._config = config
-        self._trainer = MegatronTrainer(self._groups, ParallelState(self._groups), collective, rendezvous)
+        self._trainer = MegatronTrainer(self._groups, rendezvous)
         self._snapshots = Snapshots(session, self._trainer)
         self._trainer.oldest = lambda: self._snapshots.oldest
         self._recovery = Recovery(session, self._aborter, self._trainer, self._snapshots, new_store)
@@ -74,6 +80,7 @@ class HotSwap:
             self._given = given = self._session.await_rank(self._recovery.serve_store())
             environment.say_rank(given.rank, given.world_size, given.local_rank, given.local_world_size)
             self._groups.fake = given.fake
+            self._groups.version = 0 if given.fake else given.version
             self._reached("assigned")
 
     def _pretrain(self, original: Any) -> Any:

@@ -1,9 +1,9 @@
 """megatron.core.parallel_state.
 
 Replaced:
-- `create_group`: so that every group is known in its order of creation, has a timeout of seconds where it is gloo's, and is a
-  stand-in that never communicates in a spare that builds its rank (topology/groups.py).
-- `initialize_model_parallel`: its arguments are kept, to be called again for the next membership.
+- `create_group`: so that a group is created by its members alone, is known by the number of its call, and is a stand-in that never
+  communicates in a spare that builds its rank (topology/groups.py). What is created once is renewed there at a recovery, without
+  Megatron: the variables of this module are references like any other.
 """
 
 from __future__ import annotations
@@ -14,25 +14,11 @@ from typing import Any
 from ..topology.groups import Groups
 
 
-class ParallelState:
-    """Megatron's parallel state, able to begin again."""
+def create_through(groups: Groups) -> None:
+    """Have Megatron's groups created, and remembered, by `groups`."""
+    from megatron.core import parallel_state
 
-    def __init__(self, groups: Groups) -> None:
-        from megatron.core import parallel_state
-
-        self._module = parallel_state
-        self._groups = groups
-        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._initialize = parallel_state.initialize_model_parallel
-        parallel_state.create_group = self._create_group
-        parallel_state.initialize_model_parallel = self._initialize_and_remember
-
-    def _initialize_and_remember(self, *args: Any, **kwargs: Any) -> None:
-        self._call = (args, kwargs)
-        self._initialize(*args, **kwargs)
-
-    def _create_group(
-        self,
+    def create_group(
         ranks: list[int] | None = None,
         timeout: timedelta | None = None,
         backend: str | None = None,
@@ -42,18 +28,11 @@ class ParallelState:
     ) -> Any:
         import torch.distributed as dist
 
-        group = self._groups.create(ranks, backend, pg_options, timeout, group_desc)
-        module = self._module
-        if module._global_process_group_list is None:
-            module._global_process_group_list = [None]
+        group = groups.create(ranks, backend, pg_options, group_desc)
+        if parallel_state._global_process_group_list is None:
+            parallel_state._global_process_group_list = [None]  # the default group
         if ranks is not None and dist.get_rank() in ranks:
-            module._global_process_group_list.append(group)
+            parallel_state._global_process_group_list.append(group)
         return group
 
-    def begin_again(self) -> None:
-        """Create all groups of the grid anew, on the torch.distributed that is initialized now."""
-        assert self._call is not None, "Megatron has not initialized its parallel state yet"
-        self._module.destroy_model_parallel()
-        self._module._global_process_group_list = None
-        args, kwargs = self._call
-        self._initialize(*args, **kwargs)
+    parallel_state.create_group = create_group

@@ -20,6 +20,7 @@ from ..errors import Halted, SnapshotMismatch
 from ..snapshot.engine import NamedTensors, SnapshotEngine, layout_of
 from ..snapshot.layout import HEADER_BYTES
 from ..snapshot.slots import OWN_SLOTS, Slots
+from ..topology.groups import Rebuilt
 from ..worker.abort import Aborter
 from ..worker.session import Session, end_process
 
@@ -48,8 +49,11 @@ class Trainer(Protocol):
     def rewind_data(self, generation: int) -> None:
         """Read again what was read after this generation."""
 
-    def rebuild_groups(self, store: str, version: int) -> int:
-        """Drop all process groups and build those of the new membership; returns the references replaced."""
+    def rebuild_groups(self, plan: local.Plan) -> Rebuilt:
+        """Have the process groups of the new membership, on its store. Only members meet."""
+
+    def all_joined(self) -> None:
+        """Every rank has taken part in a step of this membership: nobody is on the way any more."""
 
 
 @dataclass
@@ -228,7 +232,7 @@ class Recovery:
         self._session.version = plan.version
         self._session.check()
         self._aborter.building_groups()
-        self._trainer.rebuild_groups(plan.store, plan.version)
+        groups = self._trainer.rebuild_groups(plan)
         self._aborter.groups_built()
         rebuilt = time.perf_counter()
         restored_bytes = self.restore(plan, position)
@@ -244,8 +248,15 @@ class Recovery:
                 done - rebuilt,
                 plan.fetched_bytes or restored_bytes,
                 rerun,
+                groups.kept,
+                groups.made,
             )
         )
+
+    def settle(self) -> None:
+        """The first step of a membership is done, so every rank has joined and large groups have connected."""
+        self._trainer.all_joined()
+        self._aborter.groups_built()
 
     def restore(self, plan: local.Plan, position: Position) -> int:
         """Make the live state generation `plan.generation`. A survivor that is there already copies nothing back."""

@@ -1,212 +1,288 @@
-"""Process groups of one membership: recorded as they are created, rebuilt in the same order, and replaced wherever they are held.
+"""The process groups of this rank through all memberships: created by their members alone, kept where nothing happened to them,
+rebuilt where something did, and replaced wherever they are held.
 
-Megatron creates its groups in an order that follows from the grid alone, so the i-th group of the new membership stands for the
-i-th of the old one. `rebind` then replaces every reference to an old group that the garbage collector can find, and says who
-holds one that it cannot replace: a reference that stays would be a collective with the dead.
+Every rank makes the same calls of `create` in the same order (Megatron derives them from the grid), and only counts those for groups
+that it is not in. So the number of a call names a group on all its members, in every membership, and a recovery needs no further
+call of Megatron's: it walks the list. What a rank does then depends on the groups that it is in, not on the size of the job.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import HotSwapError
+from . import process_group
+from .ledger import LEDGERS, Counts, Ledger, under_way
+from .rebind import rebind
+from .sockets import Sockets, open_sockets
+
+_WORLD = -1  # its number; the others count from 0
+
+
+@dataclass(eq=False)
+class Communicator:
+    """One group that this rank is in."""
+
+    number: int
+    members: tuple[int, ...]  # global ranks, ascending
+    backend: str
+    options: Any = None
+    description: str | None = None
+    group: Any = None  # the newest one
+    held: Any = None  # what references point to: another one than `group` after an attempt that was broken off
+    version: int = 0  # of the membership that `group` was made in
+    sockets: Sockets = frozenset()  # its connections, where they are known
+    broken: bool = False  # it was aborted, or is to be
+
+    @property
+    def name(self) -> str:
+        """That of the newest group in torch's registries."""
+        return group_name(self.version, self.number)
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether its kind can be kept at all: the connections of a large gloo group are not known one by one."""
+        return self.number != _WORLD and not (self.backend == "gloo" and len(self.members) > process_group.EAGER_MEMBERS_MAX)
+
+    @property
+    def counts(self) -> Counts:
+        """This member's view of it."""
+        sound = not self.broken and self.group is self.held
+        return LEDGERS.get(self.name, Ledger()).counts(self.version, sound)
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What one rebuild did."""
+
+    kept: int
+    made: int
+    references: int  # replaced
+    reasons: dict[str, str] = field(default_factory=dict)  # of groups without a replaced member that were not kept: name -> why
+
+
+def group_name(version: int, number: int) -> str:
+    """How a group is registered with torch, which wants another name in each membership."""
+    return f"membership{version}." + ("world" if number == _WORLD else str(number))
 
 
 class Groups:
     """The groups of this rank."""
 
-    def __init__(self, collective_timeout: timedelta) -> None:
-        self.fake = False  # build groups that never communicate (a spare's first start)
-        self._timeout = collective_timeout
-        self._world: dist.ProcessGroup | None = None  # an abort of NCCL's groups makes torch forget it; references do not
-        self._created: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
-        self._held: list[tuple[dist.ProcessGroup | None, tuple[int, ...]]] | None = (
-            None  # what references point to, if not _created
-        )
-
-    def create(
+    def __init__(
         self,
-        ranks: list[int] | None,
-        backend: str | None,
-        pg_options: Any,
-        timeout: timedelta | None,
-        description: str | None,
-    ) -> Any:
-        """Create one group as torch.distributed.new_group does, and remember it if this rank is in it.
-
-        gloo groups get a timeout of seconds: it is the last means to end a gloo collective, and it counts from when the wait
-        begins, so it must be short when the group is made.
+        collective_timeout: timedelta,
+        join_timeout: timedelta,
+        *,
+        address: str | None = None,
+        selective: bool = True,
+        device_idle: Callable[[], bool] = lambda: True,
+    ) -> None:
         """
-        if self.fake:
-            backend, pg_options = "fake", None
-        elif (backend or dist.get_backend()) == "gloo":
-            timeout = self._timeout
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=pg_options, group_desc=description)
-        self._world = dist.group.WORLD
-        members = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
-        if dist.get_rank() in members:
-            self._created.append((group, members))
-        return group
-
-    def rebuild(self, start_world: Callable[[], None], create_all: Callable[[], None]) -> int:
-        """Drop all groups, build those of the new membership and replace the old ones everywhere.
-
         Args:
-            start_world: initializes torch.distributed on the new store.
-            create_all: has Megatron create its groups again, through `create`.
+            collective_timeout: of gloo's collectives while training: the last means to end one.
+            join_timeout: of those until all ranks have joined (`settle`): a spare may still be building its model.
+            address: this host's, for gloo.
+            selective: keep groups to which nothing happened; else rebuild all.
+            device_idle: whether nothing runs on the device, communication included; waits a moment for that.
+        """
+        self.version = 0  # of the membership whose groups are created
+        self.fake = False  # build groups that never communicate (a spare's first start)
+        self._collective_timeout = collective_timeout
+        self._join_timeout = join_timeout
+        self._address = address
+        self._selective = selective
+        self._device_idle = device_idle
+        self._world: Communicator | None = None  # an abort of NCCL's groups makes torch forget it; references do not
+        self._mine: list[Communicator] = []
+        self._calls = 0
+        self._rank = 0
+
+    # ---- creation
+
+    def start_world(self, backend: str, store: dist.Store, rank: int, members: Sequence[int]) -> None:
+        """Create the default group, as torch.distributed.init_process_group does."""
+        self._rank = rank
+        self._world = Communicator(_WORLD, tuple(members), backend, description="default_pg")
+        self._make(self._world, store)
+        self._world.held = self._world.group
+
+    def create(self, ranks: Sequence[int] | None, backend: str | None, options: Any, description: str | None) -> Any:
+        """Create one group as torch.distributed.new_group does, by its members alone, and remember it if this rank is in it.
 
         Returns:
-            How many references were replaced.
+            The group, or torch's GroupMember.NON_GROUP_MEMBER.
         """
-        if self._held is None:
-            assert self._world is not None, "no group was created yet"
-            self._held = [(self._world, ()), *self._created]
-        _require_known([group for group, _ in (*self._held, *self._created)])
-        self._created = []
-        _forget_world()
-        start_world()
-        create_all()
-        new = [(dist.group.WORLD, ()), *self._created]
-        if [ranks for _, ranks in self._held] != [ranks for _, ranks in new]:
-            raise HotSwapError(
-                "the rebuilt groups are not those of the old membership: a group was created after initialization"
-            )
-        # From here on nothing can fail for a peer's sake. Were it not so, the next attempt would still begin at `_held`.
-        old_groups = [group for group, _ in self._held]
-        self._held = None
-        return rebind({id(old): group for old, (group, _) in zip(old_groups, new, strict=True)}, old_groups)
+        if self._world is None:
+            self._adopt_world()
+        assert self._world is not None
+        number, self._calls = self._calls, self._calls + 1
+        members = tuple(sorted(ranks)) if ranks is not None else self._world.members
+        if self._rank not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        made = Communicator(number, members, backend or self._world.backend, options, description)
+        self._make(made, c10d._world.pg_map[self._world.group][1])
+        made.held = made.group
+        self._mine.append(made)
+        return made.group
 
+    def _adopt_world(self) -> None:
+        """The first default group is the trainer's own doing."""
+        group, self._rank = dist.group.WORLD, dist.get_rank()
+        self._world = Communicator(_WORLD, tuple(range(dist.get_world_size())), dist.get_backend(), description="default_pg")
+        self._world.group = self._world.held = group
+        self._world.version = self.version
 
-def _require_known(known: list[Any]) -> None:
-    ours = {id(group) for group in known}
-    world = dist.group.WORLD  # of an attempt that was broken off, perhaps
-    foreign = [
-        c10d._world.pg_names[group] for group in c10d._world.pg_map if id(group) not in ours and group is not world
-    ]
-    if foreign:
-        raise HotSwapError(
-            f"process groups {foreign} were not created through Megatron's parallel_state, so they cannot be rebuilt; create "
-            "groups with megatron.core.parallel_state.create_group during initialize_model_parallel"
+    def _make(self, made: Communicator, store: dist.Store) -> None:
+        made.version, made.broken, made.sockets = self.version, True, frozenset()  # broken until it is complete
+        before = open_sockets()
+        LEDGERS[made.name] = Ledger()
+        made.group = process_group.make(
+            made.name,
+            made.members,
+            self._rank,
+            "fake" if self.fake else made.backend,
+            store,
+            timeout=self._join_timeout,
+            options=None if self.fake else made.options,
+            description=made.description,
+            address=self._address,
+            world=made.number == _WORLD,
         )
+        if made.may_be_kept:
+            made.sockets = open_sockets() - before
+        made.broken = self.fake
+
+    def settle(self) -> None:
+        """All ranks have joined: from now on a collective of gloo's that takes long has lost a peer."""
+        for made in self._all:
+            if made.backend == "gloo" and not self.fake:
+                process_group.set_timeout(made.group, self._collective_timeout)
+
+    # ---- the end of a membership
+
+    def doom(self, lost: Collection[int] | None) -> list[Communicator]:
+        """Monitor thread: mark the groups that a member has left for good (None: all), or that have unfinished work; returns those
+        newly marked. The others may be kept."""
+        doomed = []
+        for made in list(self._all):
+            ledger = LEDGERS.get(made.name)
+            unfinished = ledger is not None and ledger.unfinished > 0
+            if not made.broken and (lost is None or not made.may_be_kept or unfinished or not set(lost).isdisjoint(made.members)):
+                made.broken = True
+                doomed.append(made)
+        return doomed
+
+    def sound_sockets(self) -> Sockets:
+        """Connections of the groups that may be kept."""
+        return frozenset().union(*(made.sockets for made in list(self._mine) if not made.broken))
+
+    @property
+    def sockets(self) -> Sockets:
+        """Connections of all groups, as far as they are known one by one."""
+        return frozenset().union(*(made.sockets for made in self._mine))
+
+    @property
+    def _all(self) -> list[Communicator]:
+        return [*([self._world] if self._world is not None else []), *self._mine]
+
+    # ---- the next membership
+
+    def rebuild(self, version: int, store: dist.Store, replaced: Collection[int], backend: str) -> Rebuilt:
+        """Keep the groups to which nothing happened, make the others anew on the new membership's store, and replace the old ones
+        everywhere.
+
+        Args:
+            replaced: ranks whose process is new; none of their groups is kept.
+            backend: the world's, in the place of a spare's stand-in.
+
+        Raises:
+            HotSwapError: a group is there that was not created here; or an old one is held by what cannot be changed.
+        """
+        assert self._world is not None, "no group was created yet"
+        self._require_known()
+        if self.fake:
+            self._leave_stand_ins(backend)
+        verdicts = self._agree(store, set(replaced)) if self._selective else {}
+        kept = [made for made in self._mine if self._keeps(made, verdicts)]
+        renewed = [made for made in self._all if made not in kept]
+        for made in renewed:
+            made.broken = True
+            LEDGERS.pop(made.name, None)
+            process_group.forget(made.group)
+            process_group.forget(made.held)
+        self.version = version
+        for made in renewed:
+            self._make(made, store)
+        # From here on nothing can fail for a peer's sake. Were it not so, the next attempt would still find `held`.
+        old = [made.held for made in renewed]
+        references = rebind({id(made.held): made.group for made in renewed}, old)
+        for made in renewed:
+            made.held = made.group
+        reasons = {made.description or made.name: why for made in renewed if (why := verdicts.get(made.number))}
+        return Rebuilt(len(kept), len(renewed), references, reasons)
+
+    def _leave_stand_ins(self, backend: str) -> None:
+        """A spare joins: the groups that it has built its model on never communicated."""
+        self.fake = False
+        for made in self._all:
+            if made.backend == "fake":  # as the world, whose backend they took
+                made.backend = backend
+
+    def _keeps(self, made: Communicator, verdicts: dict[int, str | None]) -> bool:
+        if not self._selective:
+            return False
+        if len(made.members) == 1:
+            return made.counts.idle
+        return made.number in verdicts and verdicts[made.number] is None
+
+    def _agree(self, store: dist.Store, replaced: set[int]) -> dict[int, str | None]:
+        """Find with the other members of each group whether to keep it: the first one compares what all have counted.
+
+        At most four operations on the store, whatever the number of groups and ranks.
+
+        Returns:
+            Number of a group with several members and none replaced -> why it is not kept, None if it is.
+        """
+        asked = [c for c in self._mine if c.may_be_kept and len(c.members) > 1 and replaced.isdisjoint(c.members)]
+        if not asked:
+            return {}
+        idle = self._device_idle()
+        mine = [msgspec.structs.replace(c.counts, idle=c.counts.idle and idle) for c in asked]
+        store.multi_set([_key(c, self._rank) for c in asked], [_ENCODER.encode(counts) for counts in mine])
+        led = [c for c in asked if c.members[0] == self._rank]
+        verdicts: dict[int, str | None] = {}
+        if led:
+            heard = iter(store.multi_get([_key(c, member) for c in led for member in c.members]))
+            for c in led:
+                verdicts[c.number] = under_way({i: _DECODER.decode(next(heard)) for i in range(len(c.members))})
+            store.multi_set([_key(c, None) for c in led], [(verdicts[c.number] or "").encode() for c in led])
+        others = [c for c in asked if c.members[0] != self._rank]
+        if others:
+            for c, said in zip(others, store.multi_get([_key(c, None) for c in others]), strict=True):
+                verdicts[c.number] = bytes(said).decode() or None
+        return verdicts
+
+    def _require_known(self) -> None:
+        ours = {id(group) for made in self._all for group in (made.group, made.held)}
+        foreign = [c10d._world.pg_names[group] for group in c10d._world.pg_map if id(group) not in ours]
+        if foreign:
+            raise HotSwapError(
+                f"process groups {foreign} were not created through Megatron's parallel_state, so they cannot be rebuilt; create "
+                "groups with megatron.core.parallel_state.create_group during initialize_model_parallel"
+            )
 
 
-def _forget_world() -> None:
-    """As destroy_process_group() clears torch's registries, without waiting for anybody: the old groups are dead already."""
-    world = c10d._world
-    c10d._update_default_pg(None)
-    for registry in (
-        world.pg_map,
-        world.pg_names,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.pg_to_tag,
-        world.tags_to_pg,
-        world.pg_coalesce_state,
-    ):
-        registry.clear()
-    c10d._unregister_all_process_groups()
-    world.group_count = 0
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Counts)
 
 
-def rebind(replacement: dict[int, Any], old: list[Any]) -> int:
-    """Replace every reference to a group in `old` by replacement[id(group)]; returns how many there were.
-
-    Raises:
-        HotSwapError: a holder cannot be changed; names its type.
-    """
-    ours = {id(replacement), id(old)}
-    count = 0
-    for holder in [*gc.get_referrers(*old), *_unseen_dicts(replacement)]:
-        if id(holder) in ours or isinstance(holder, types.FrameType):
-            continue
-        count += _replace(holder, replacement, ours)
-    return count
-
-
-def _unseen_dicts(new: dict[int, Any]) -> list[dict[Any, Any]]:
-    """Attribute dictionaries that hold groups and that the garbage collector does not list as referrers.
-
-    CPython does not track a dictionary whose values cannot be part of a cycle, and a process group is such a value: the
-    attributes of megatron.core's ProcessGroupCollection are all groups. They are found through the objects they belong to.
-    """
-    has_dict: dict[type, bool] = {}
-    found = []
-    for owner in gc.get_objects():
-        kind = type(owner)
-        if kind not in has_dict:
-            plain = issubclass(kind, type | types.FunctionType | types.ModuleType | functools.partial)
-            has_dict[kind] = not plain and getattr(kind, "__dictoffset__", 0) != 0
-        if has_dict[kind]:
-            for attributes in gc.get_referents(owner):
-                if (
-                    type(attributes) is dict
-                    and not gc.is_tracked(attributes)
-                    and any(id(v) in new for v in attributes.values())
-                ):
-                    found.append(attributes)
-    return found
-
-
-def _replace(holder: Any, new: dict[int, Any], ours: set[int]) -> int:
-    if isinstance(holder, dict):
-        hits = [k for k, v in holder.items() if id(v) in new]
-        for key in hits:
-            holder[key] = new[id(holder[key])]
-        keys = [k for k in holder if id(k) in new]
-        for key in keys:
-            holder[new[id(key)]] = holder.pop(key)
-        return len(hits) + len(keys)
-    if isinstance(holder, list):
-        hits = [i for i, v in enumerate(holder) if id(v) in new]
-        for i in hits:
-            holder[i] = new[id(holder[i])]
-        return len(hits)
-    if isinstance(holder, set):
-        hits = [v for v in holder if id(v) in new]
-        for v in hits:
-            holder.remove(v)
-            holder.add(new[id(v)])
-        return len(hits)
-    if isinstance(holder, types.CellType):
-        holder.cell_contents = new[id(holder.cell_contents)]
-        return 1
-    if isinstance(holder, tuple):
-        return _replace_tuple(holder, new, ours)
-    if isinstance(holder, functools.partial | types.MethodType | types.BuiltinMethodType):
-        return 0  # its arguments are a tuple and a dict, which are holders themselves
-    fields = getattr(holder, "__dict__", None)
-    if fields is not None:  # an object whose attribute dictionary is not materialized is reported itself
-        hits = [k for k, v in fields.items() if id(v) in new]
-        for key in hits:
-            fields[key] = new[id(fields[key])]
-        return len(hits)
-    if type(holder).__name__ in ("_Work", "list_iterator", "dict_valueiterator"):
-        return 0
-    raise HotSwapError(
-        f"an object of type {type(holder).__module__}.{type(holder).__qualname__} holds an old process group"
-    )
-
-
-def _replace_tuple(holder: tuple[Any, ...], new: dict[int, Any], ours: set[int]) -> int:
-    """A tuple cannot change: put a new one where the old one is held."""
-    fresh = tuple(new.get(id(v), v) for v in holder)
-    count = 0
-    for owner in gc.get_referrers(holder):
-        if isinstance(owner, types.FrameType) or id(owner) in ours:
-            continue
-        if isinstance(owner, functools.partial):
-            state = list(owner.__reduce__()[2])  # func, args, keywords, dict
-            state[1] = fresh
-            owner.__setstate__(tuple(state))
-            count += 1
-        elif isinstance(owner, dict | list | types.CellType):
-            count += _replace(owner, {id(holder): fresh}, ours)
-    return count
+def _key(made: Communicator, member: int | None) -> str:
+    """Where a member's counts stand in the store, or (None) what follows from all."""
+    return f"group{made.number}/" + ("verdict" if member is None else str(member))

@@ -38,10 +38,9 @@ def main() -> None:
     else:
         wheel.use_built_dataset_helpers()
     from ..patches.install import HotSwap, warm
-    from .abort import guard_waits
+    from .abort import guard_groups
 
-    if on_cpu:
-        guard_waits(session)
+    guard_groups(session, on_device=not on_cpu)
     code, text = 0, ""
     failure: BaseException | None = None
     try:

@@ -1,18 +1,21 @@
 """Getting the training thread out of a collective whose peer is gone.
 
-NCCL has an abort. gloo has none, and does not notice a peer that is frozen; so two things are done, again and again until the
-thread is out: the connected sockets of the groups are shut down (never a listening one: that ends the process), which ends
-sends and receives; and the wait for a collective is cut into slices that look at the halt flag, because gloo's ring all-reduce
-can stay blocked in a send whose pair was closed (design, section 8). The collective itself then ends by its group's own timeout
-in gloo's thread; `Graveyard` keeps the group alive until then, since dropping it would join that thread under Python's lock.
+Only the groups that a lost rank was in, and those in which this rank has unfinished work, are ended at first: the others can be kept.
+If that does not get the thread out within a moment, all are.
+
+NCCL has an abort: it is called for all of them inside one group call, so that none waits for another's. gloo has none, and does not
+notice a peer that is frozen; so two things are done, again and again until the thread is out: the connected sockets of the groups
+are shut down, which ends sends and receives; and the wait for a collective is cut into slices that look at the halt flag, because
+gloo's ring all-reduce can stay blocked in a send whose pair was closed (design, section 8). The collective itself then ends by its
+group's own timeout in gloo's thread; `Graveyard` keeps the group alive until then, since dropping it would join that thread under
+Python's lock.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +23,17 @@ import torch
 import torch.distributed as dist
 
 from ..errors import Halted
+from ..topology.groups import Groups
+from ..topology.ledger import LEDGERS, Ledger
+from ..topology.sockets import Sockets, open_sockets, shut_down
 from .session import Session
 
 _SHUT_INTERVAL_S = 0.02
+#: A thread that is blocked in a group which could have been kept is out by now, since its peers were halted too.
+_KEEP_PATIENCE_S = 0.1
 _WAIT_SLICE = timedelta(milliseconds=50)
 _BURY_INTERVAL_S = 0.2
+_IDLE_PATIENCE_S = 0.1
 #: Methods of ProcessGroup whose work is done in gloo's threads. Sends and receives are not: their sockets wake them.
 _COLLECTIVES = (
     "allreduce",
@@ -51,28 +60,14 @@ _COLLECTIVES = (
 )
 
 
-def connected_sockets() -> set[tuple[int, str]]:
-    """(descriptor, socket inode) of every connected TCP socket of this process."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if target.startswith("socket:"):
-            found.add((int(name), target))
-    return found
-
-
 class Aborter:
-    """Knows which sockets belong to the groups, and shuts them down on order."""
+    """Knows which connections belong to the groups, and ends them on order."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, groups: Groups) -> None:
         self._session = session
-        self._foreign: set[tuple[int, str]] = set()  # sockets that were there before the groups: not ours to touch
-        self._group_sockets: set[tuple[int, str]] | None = (
-            None  # None while groups are being built: then all but foreign ones
-        )
+        self._groups = groups
+        self._foreign: Sockets = frozenset()  # those that were there before the groups: not ours to touch
+        self._known: Sockets | None = None  # the groups'; None while they are being built: then all but foreign ones
         self._out = threading.Event()
         self._out.set()
         self._thread: threading.Thread | None = None
@@ -80,75 +75,98 @@ class Aborter:
 
     def building_groups(self) -> None:
         """Groups are about to be built: every socket that appears from now on is theirs."""
-        self._foreign = connected_sockets()
-        self._group_sockets = None
+        self._foreign = open_sockets() - self._groups.sockets
+        self._known = None
 
     def groups_built(self) -> None:
-        """The groups are complete."""
-        self._group_sockets = connected_sockets() - self._foreign
+        """The groups are complete. Said again once large ones have had something to say, and have connected."""
+        self._known = open_sockets() - self._foreign
 
-    def begin(self, version: int) -> None:
-        """Monitor thread: the membership is over; shut down until the training thread is out."""
+    def begin(self, version: int, lost: Collection[int]) -> None:
+        """Monitor thread: the membership is over, `lost` ranks are gone; end what the training thread may be blocked in."""
         if version < self._session.version:
             return
         self._out.clear()
-        self._thread = threading.Thread(target=self._shut, name="deadpool-abort", daemon=True)
+        self._thread = threading.Thread(target=self._end_groups, args=(lost,), name="deadpool-abort", daemon=True)
         self._thread.start()
 
     def thread_is_out(self) -> None:
-        """Training thread: I am out of the collective. Nothing is shut down any more once this returns."""
+        """Training thread: I am out of the collective. Nothing is ended any more once this returns."""
         self._out.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if self._known is None:  # of groups that were not complete nobody knows what was ended
+            self._groups.doom(None)
 
-    def _shut(self) -> None:
-        abort_device_groups()
+    def _end_groups(self, lost: Collection[int]) -> None:
+        began = time.monotonic()
         while not self._out.is_set():
-            present = connected_sockets()
-            ours = present - self._foreign if self._group_sockets is None else present & self._group_sockets
-            for fd, target in ours:
-                _shut_down(fd, target)
+            patient = self._known is not None and time.monotonic() - began < _KEEP_PATIENCE_S
+            abort_device_groups([made.group for made in self._groups.doom(lost if patient else None)])
+            present = open_sockets()
+            ours = present - self._foreign if self._known is None else present & self._known
+            for fd, target in ours - self._groups.sound_sockets():
+                shut_down(fd, target)
             self._out.wait(_SHUT_INTERVAL_S)
 
 
-def _shut_down(fd: int, target: str) -> None:
-    try:
-        duplicate = os.dup(fd)
-    except OSError:
+def abort_device_groups(groups: Sequence[Any]) -> None:
+    """Abort the NCCL communicators among these groups, all inside one group call, so that no abort waits for another."""
+    backends = [backend for group in groups if (backend := _nccl(group)) is not None]
+    if not backends:
         return
-    with socket.socket(fileno=duplicate) as sock:
-        try:
-            if os.readlink(f"/proc/self/fd/{duplicate}") != target:
-                return  # the number was reused meanwhile
-            if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-                return
-            if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # already shut
+    backends[0]._group_start()
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()
 
 
-def abort_device_groups() -> None:
-    """Abort every NCCL communicator of this process, all inside one group call, so that no abort waits for another."""
-    groups = [pg for pg in dist.distributed_c10d._world.pg_map if "nccl" in dist.get_backend(pg)]
-    if groups:
-        dist.distributed_c10d._abort_process_group(None)
+def _nccl(group: Any) -> Any:
+    """The NCCL backend of a process group, or None."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # it has none for that device
+        return None
+    return backend if "nccl" in str(backend.name()).lower() else None
+
+
+def device_idle() -> bool:
+    """Whether the device has nothing left to do, communication included, within a moment. A collective that hangs has."""
+    if not torch.cuda.is_initialized():
+        return True
+    waits = threading.Thread(target=torch.cuda.synchronize, name="deadpool-idle", daemon=True)
+    waits.start()  # an abort, should the answer be no, ends it
+    waits.join(_IDLE_PATIENCE_S)
+    return not waits.is_alive()
 
 
 class _Work:
-    """A collective's work whose wait ends when the membership does. What else callers ask of a work goes to the real one."""
+    """Work whose end is counted, and, if it is a collective's, whose wait ends with the membership. What else callers ask of a work goes
+    to the real one."""
 
-    __slots__ = ("_group", "_real")
+    __slots__ = ("_counted", "_group", "_ledger", "_real", "_sliced")
 
-    def __init__(self, real: Any, group: Any) -> None:
+    def __init__(self, real: Any, group: Any, ledger: Ledger, sliced: bool) -> None:
         self._real = real
         self._group = group
+        self._ledger = ledger
+        self._sliced = sliced
+        self._counted = False
+        ledger.unfinished += 1
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As Work.wait, or Halted."""
+        result = self._wait(timeout)
+        if not self._counted:
+            self._counted = True
+            self._ledger.unfinished -= 1
+        return result
+
+    def _wait(self, timeout: timedelta | None) -> bool:
         session = _GUARD.session
-        if session is None or _is_done(self._real):
+        if not self._sliced or session is None or _is_done(self._real):
             return self._real.wait() if timeout is None else self._real.wait(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while True:
@@ -200,29 +218,65 @@ class Graveyard:
 
 class _Guard:
     session: Session | None = None
+    on_device = False
     graveyard = Graveyard()
 
 
 _GUARD = _Guard()
 
 
-def guard_waits(session: Session) -> None:
-    """Make every collective's wait end with the membership. gloo only: NCCL's works return at once and are aborted."""
-    _GUARD.session = session
-    for name in _COLLECTIVES:
-        original = getattr(dist.ProcessGroup, name, None)
-        if original is not None:
-            setattr(dist.ProcessGroup, name, _guarded(original))
+def guard_groups(session: Session, on_device: bool) -> None:
+    """Count what begins and ends in every group, and have nothing begin in a membership that is over.
+
+    Args:
+        on_device: works return at once, are aborted there, and have ended when the device is idle: they are only counted as they
+            begin. Else (gloo) a collective's wait ends with the membership too.
+    """
+    _GUARD.session, _GUARD.on_device = session, on_device
+    for names, guarded in ((_COLLECTIVES, _collective), (("send",), _send), (("recv",), _receive)):
+        for name in names:
+            original = getattr(dist.ProcessGroup, name, None)
+            if original is not None:
+                setattr(dist.ProcessGroup, name, guarded(original))
 
 
-def _guarded(original: Any) -> Any:
+def _ledger(group: Any) -> Ledger | None:
+    if _GUARD.session is not None:
+        _GUARD.session.check()
+    return LEDGERS.get(group.group_name)
+
+
+def _counted(work: Any, group: Any, ledger: Ledger | None, sliced: bool) -> Any:
+    if _GUARD.on_device or ledger is None or work is None or isinstance(work, bool):
+        return work
+    return _Work(work, group, ledger, sliced)
+
+
+def _collective(original: Any) -> Any:
     def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-        session = _GUARD.session
-        if session is not None:
-            session.check()
-        work = original(group, *args, **kwargs)
-        if work is None or isinstance(work, bool) or not torch.distributed.is_initialized():
-            return work
-        return _Work(work, group)
+        ledger = _ledger(group)
+        if ledger is not None:
+            ledger.collectives += 1
+        return _counted(original(group, *args, **kwargs), group, ledger, sliced=True)
 
     return collective
+
+
+def _send(original: Any) -> Any:
+    def send(group: Any, tensors: Any, to: int, tag: int) -> Any:
+        ledger = _ledger(group)
+        if ledger is not None:
+            ledger.sent[to] = ledger.sent.get(to, 0) + 1
+        return _counted(original(group, tensors, to, tag), group, ledger, sliced=False)
+
+    return send
+
+
+def _receive(original: Any) -> Any:
+    def receive(group: Any, tensors: Any, source: int, tag: int) -> Any:
+        ledger = _ledger(group)
+        if ledger is not None:
+            ledger.received[source] = ledger.received.get(source, 0) + 1
+        return _counted(original(group, tensors, source, tag), group, ledger, sliced=False)
+
+    return receive

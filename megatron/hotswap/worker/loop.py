@@ -100,6 +100,7 @@ class Loop:
         self._calls: list[StepCall] = []  # since the oldest generation that a recovery may go back to
         self._skip_sections = False
         self._first_step_due = False
+        self._settled = 0  # membership
         self.current_step = generation  # completed steps before the call that is running, or running again
 
     @property
@@ -205,6 +206,9 @@ class Loop:
             self._runner.set_timers(call.timers)
         self.position.between_steps = False
         result = self._runner.run(call, again=retry or self._first_step_due, first=self._first_step_due)
+        if self._settled != self._session.version:
+            self._recovery.settle()
+            self._settled = self._session.version
         generation = call.iteration + 1
         self.position.generation, self.position.dirty = generation, False
         if self._schedule.due(generation) and not self._schedule.skip_when_late and not self._schedule.proven_by_step:

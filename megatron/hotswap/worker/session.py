@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import deadpool_ext
@@ -39,7 +39,7 @@ class Session:
         self.rank: int | None = None
         self.building = False  # a spare that has a rank but no state yet
         self.orders: queue.Queue[m.Halt | local.Plan] = queue.Queue()
-        self.abort: Callable[[int], None] = lambda version: None  # set by worker/abort.py
+        self.abort: Callable[[int, Collection[int]], None] = lambda version, lost: None  # set by worker/abort.py
         self.exposed_stall_s = 0.0  # since it was last read
         self._replies: queue.Queue[tuple[Any, tuple[int, ...]]] = queue.Queue()
         self._ranks: queue.Queue[local.Given] = queue.Queue()
@@ -79,9 +79,8 @@ class Session:
             if self.building:
                 self.report_building(message.version)
             else:
-                self.abort(
-                    message.version
-                )  # before the order is there to be read: who has read it is out, and ends the abort
+                # Before the order is there to be read: who has read it is out, and ends the abort.
+                self.abort(message.version, message.lost)
                 self.orders.put(message)
         elif isinstance(message, local.Plan):
             self.orders.put(message)

@@ -1,0 +1,134 @@
+"""Making and forgetting single process groups: what torch.distributed's new_group and destroy_process_group do, for one group and
+by its members alone.
+
+`torch.distributed.init_process_group` and `new_group` expect that nothing was there before, count calls to find a name, and wrap
+sys.excepthook once more each time; a job that rebuilds its groups fifty times needs the parts below them (distributed_c10d's
+`_new_process_group_helper` and `_register_pg_in_world`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+#: gloo groups of up to so many members connect to each other when they are made: their sockets are known then, so that one group can
+#: be ended and another kept. In larger ones each pair connects when it first has something to say: what a member does to join must
+#: not grow with the group.
+EAGER_MEMBERS_MAX = 8
+
+
+def make(
+    name: str,
+    members: Sequence[int],
+    rank: int,
+    backend: str,
+    store: dist.Store,
+    *,
+    timeout: timedelta,
+    options: Any = None,
+    description: str | None = None,
+    address: str | None = None,
+    world: bool = False,
+) -> dist.ProcessGroup:
+    """Create a group and enter it in torch's registries. Blocks until the members of a small gloo group are there; else returns at once.
+
+    Args:
+        name: of all memberships' groups, only this one's.
+        members: global ranks, ascending.
+        rank: this process's global rank, one of `members`.
+        address: this host's address, for gloo; None: as torch finds it.
+        world: it becomes the default group.
+    """
+    mapping = {member: i for i, member in enumerate(members)}
+    if backend == "gloo":
+        group = _make_gloo(name, mapping[rank], len(members), store, timeout, description, address)
+        config = str(c10d.BackendConfig(c10d.Backend(backend)))
+        c10d._register_pg_in_world(
+            group, backend, dist.PrefixStore(f"{name}/", store), name, config, rank_mapping=mapping, add_to_default_tag=True
+        )
+    else:
+        group, _ = c10d._new_process_group_helper(
+            len(members),
+            mapping[rank],
+            [] if world else list(members),
+            c10d.Backend(backend),
+            store,
+            name,
+            backend_options=options,
+            timeout=timeout,
+            group_desc=description,
+        )
+        c10d._world.pg_group_ranks[group] = mapping
+    if world:
+        c10d._update_default_pg(group)
+    return group
+
+
+def _make_gloo(
+    name: str, rank: int, size: int, store: dist.Store, timeout: timedelta, description: str | None, address: str | None
+) -> dist.ProcessGroup:
+    prefixed = dist.PrefixStore(f"{name}/", store)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [_gloo_device(os.environ.get("GLOO_SOCKET_IFNAME"), address, size > EAGER_MEMBERS_MAX)]
+    options._timeout = timeout
+    group = dist.ProcessGroup(prefixed, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", prefixed), rank, size, options)
+    backend._set_sequence_number_for_group()
+    for device in c10d.BackendConfig(c10d.Backend("gloo")).get_device_backend_map():
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_group_name(name)
+    group._set_group_desc(description or "undefined")
+    return group
+
+
+@functools.cache
+def _gloo_device(interfaces: str | None, address: str | None, lazy: bool) -> Any:
+    """One for all groups: each device is a thread and a listening socket."""
+    if interfaces:
+        return dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0], lazy_init=lazy)
+    if address:
+        return dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)
+    return dist.ProcessGroupGloo.create_default_device(lazy_init=lazy)
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """Take a group out of torch's registries, as destroy_process_group does, without waiting for anybody.
+
+    One that an abort has taken out already is fine. The default group is gone afterwards if it was this one.
+    """
+    world = c10d._world
+    name = world.pg_names.get(group)
+    if world.default_pg is group:
+        c10d._update_default_pg(None)
+    tag = world.pg_to_tag.get(group)
+    for tagged in (tag, ""):
+        if tagged is not None and group in world.tags_to_pg.get(tagged, []):
+            world.tags_to_pg[tagged].remove(group)
+    if tag is not None and not world.tags_to_pg.get(tag, [group]):
+        del world.tags_to_pg[tag]
+    for registry in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.pg_coalesce_state,
+    ):
+        registry.pop(group, None)
+    if name is not None:
+        with contextlib.suppress(RuntimeError):  # torch counts it an error that it is not there
+            c10d._unregister_process_group(name)
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """How long a gloo group's collectives that begin from now on may take."""
+    group.set_timeout(timeout)
