@@ -14,7 +14,7 @@ from pathlib import Path
 import cpu_job
 import psutil
 import pytest
-from hot_swap_job import GRIDS, PHASES, Fault, argv, events, run_job, schedule, steps, validation_losses
+from hot_swap_job import GRIDS, PHASES, Fault, GridCase, argv, events, run_job, schedule, steps, validation_losses
 
 from megatron.hotswap.coordinator.service import Coordinator, Scheduled
 
@@ -96,6 +96,17 @@ def test_agents_and_workers_lost_alone(tmp_path: Path) -> None:
     fetched = [p["fetch"] for p, r in zip(events(tmp_path / "disturbed", "plan"), summary["recoveries"], strict=True)]
     assert [bool(ranks) for ranks in fetched] == [r["kind"] == "swap" for r in summary["recoveries"]]
     assert steps(tmp_path / "disturbed") == steps(tmp_path / "reference")
+
+
+def test_the_same_error_in_the_same_step_on_two_nodes_is_the_programs(tmp_path: Path) -> None:
+    """Hardware is not to blame, so no process and no node is given up for it any more: the job ends, and the error is shown."""
+    case = GridCase("dp2", 2, 1, "--use-distributed-optimizer")
+    planned = [Scheduled("exit", "worker", rank, 5, "backward") for rank in (0, 1)]
+    summary = run_job(case, tmp_path, argv(case, 9, None), faults=planned, return_lost_nodes_after_s=None)
+    assert summary["exit_code"] == 1
+    assert "failed in step 5: InjectedFault: an error of the program's own" in summary["ended"]
+    assert "had failed there in the same way, so it is the program" in summary["ended"]
+    assert not events(tmp_path, "node-lost")
 
 
 def test_continuing_from_a_checkpoint(tmp_path: Path) -> None:
