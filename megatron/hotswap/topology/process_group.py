@@ -183,4 +183,4 @@ def forget(group: dist.ProcessGroup) -> None:
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """How long a gloo group's collectives that begin from now on may take."""
-    group.set_timeout(timeout)
+    group._get_backend(torch.device("cpu")).set_timeout(timeout)  # not that of a stand-in which it was once

@@ -36,6 +36,7 @@ class Holders:
         self._changeable = [holder for holder in found if not isinstance(holder, tuple)]
         # A tuple cannot change: a new one is put where the old one is held.
         self._tuples = [holder for holder in found if isinstance(holder, tuple)]
+        del found  # it holds them too
         self._of_tuples = Holders(self._tuples) if self._tuples else None
 
     def replace(self, new: Mapping[int, Any]) -> int:
