@@ -102,7 +102,14 @@ def test_who_still_holds_one_is_said() -> None:
     assert who_holds([old]) == []
     cache = {"tp_group": old}
     assert who_holds([old]) == ["a dictionary, under ['tp_group']"]
+    cache["tp_group"] = [(1, old)]
+    assert who_holds([old]) == ["a tuple in builtins.list"]
     del cache
+
+    def called(*arguments: Any) -> list[str]:
+        return who_holds([arguments[0]])
+
+    assert called(old) == []
 
 
 def test_one_pass_finds_what_the_collector_finds() -> None:

@@ -56,7 +56,9 @@ def who_holds(objects: Sequence[Any]) -> list[str]:
     """Whatever else than the caller's own variables still refers to any of these, in words; for a check that nothing does."""
     found = []
     for holder in _holders(objects):
-        if isinstance(holder, dict):
+        if isinstance(holder, tuple):  # the arguments of a call that is on its way out are nobody's but their frame's
+            found += [f"a tuple in {owner}" for owner in who_holds([holder])]
+        elif isinstance(holder, dict):
             keys = [str(key) for key, value in holder.items() if any(value is o or key is o for o in objects)]
             found.append(f"a dictionary, under {keys}")
         else:
