@@ -55,7 +55,9 @@ class Holders:
 def who_holds(objects: Sequence[Any]) -> list[str]:
     """Whatever else than the caller's own variables still refers to any of these, in words; for a check that nothing does."""
     found = []
-    for holder in _holders(objects):
+    holders = _holders(objects)
+    while holders:  # taken out one by one: the list holds them too
+        holder = holders.pop()
         if isinstance(holder, tuple):  # the arguments of a call that is on its way out are nobody's but their frame's
             found += [f"a tuple in {owner}" for owner in who_holds([holder])]
         elif isinstance(holder, dict):
