@@ -34,6 +34,7 @@ ROOT = HERE.parent
 #: Suite -> its programs, in the order in which they run. One that is not there yet is not run; a threshold without a figure fails.
 SUITES: dict[str, tuple[str, ...]] = {
     "engine": ("copy_engine.py", "transport.py", "stall.py", "memory.py"),
+    "rebuild": ("rebuild.py",),
 }
 
 

@@ -49,6 +49,7 @@ PyMODINIT_FUNC PyInit__cuda() {
 #include "cuda_api.hpp"
 #include "deadline.hpp"
 #include "memory.hpp"
+#include "referrers.hpp"
 #include "socket_io.hpp"
 #include "text.hpp"
 
@@ -311,6 +312,22 @@ void bind_checksum(py::module_& module) {
              "What crc32c runs on this processor: 'sse4.2+pclmul', 'armv8+pmull' or 'portable'.");
 }
 
+void bind_referrers(py::module_& module) {
+  module.def(
+      "referrers",
+      [](const py::tuple& objects) {
+        const std::vector<PyObject*> found = deadpool::referrers(&PyTuple_GET_ITEM(objects.ptr(), 0), objects.size());
+        py::list holders;
+        for (PyObject* holder : found) {
+          if (holder != objects.ptr()) holders.append(py::handle(holder));
+          Py_DECREF(holder);
+        }
+        return holders;
+      },
+      py::arg("objects"),
+      "The objects that refer to any of these; untracked dictionaries and tuples below tracked objects too.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_engine, module) {
@@ -320,6 +337,7 @@ PYBIND11_MODULE(_engine, module) {
   bind_memory(module);
   bind_checksum(module);
   bind_sockets(module);
+  bind_referrers(module);
   py::module_::import("atexit").attr("register")(py::cpp_function(&close_live_queues));
 }
 

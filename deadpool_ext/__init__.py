@@ -1,6 +1,6 @@
 """Python face of the compiled engine: copy queues, checksum, words in shared memory, whole amounts through sockets.
 
-All of it takes addresses and lengths as integers and releases Python's lock while it works. _engine.pyi says what each
+All but `referrers` takes addresses and lengths as integers and releases Python's lock while it works. _engine.pyi says what each
 function promises, csrc/ how.
 """
 
@@ -18,6 +18,7 @@ from deadpool_ext._engine import (
     memcpy,
     prefault,
     recv_all,
+    referrers,
     send_all,
     send_summed,
     store_u64,
@@ -38,6 +39,7 @@ __all__ = [
     "memcpy",
     "prefault",
     "recv_all",
+    "referrers",
     "send_all",
     "send_summed",
     "store_u64",

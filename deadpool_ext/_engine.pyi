@@ -104,3 +104,7 @@ def host_unregister(address: int, device: int | None = None) -> None:
 
 def cuda_unavailable_reason() -> str | None:
     """None where CopyQueue(device) can work, else why not. Starts the CUDA driver: not before a fork."""
+
+def referrers(objects: tuple[object, ...]) -> list[object]:
+    """The holders of references to any of these objects, each once: what gc.get_referrers finds, in one pass whatever their number,
+    and dictionaries and tuples that the collector does not track, if an object that it does track holds them. Holds Python's lock."""

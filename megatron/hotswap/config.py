@@ -37,6 +37,7 @@ class HotSwapConfig:
     interface: str | None
     transport: str
     rebuild: str  # selective or all
+    check_groups: str  # no or yes
 
     def __post_init__(self) -> None:
         positive = ("lease_s", "heartbeat_interval_s", "halt_timeout_s", "resume_timeout_s", "collective_timeout_s", "respawn_timeout_s")
@@ -175,6 +176,15 @@ _SNAPSHOTS = (
         "which process groups are made anew after a loss: those that a lost rank was in or in which something was under way "
         "(selective), or all, for comparison (default: %(default)s)",
         choices=("selective", "all"),
+    ),
+    _Flag(
+        "check-groups",
+        str,
+        "no",
+        None,
+        "after each recovery search the whole process for references to process groups that are over, and fail with their holders if "
+        "there are any; takes some 0.1 s (default: %(default)s)",
+        choices=("no", "yes"),
     ),
 )
 

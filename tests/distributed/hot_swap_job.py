@@ -109,9 +109,9 @@ def argv(case: GridCase, iterations: int, save: Path | None, extra: str = "", ch
     """
     flags = f"{_MODEL} --train-iters {iterations} --lr-decay-iters 200 --eval-interval {EVERY} {case.flags} {extra}"
     saving = ["--save", str(save), "--save-interval", str(EVERY), "--ckpt-format", checkpoint_format] if save is not None else []
-    deadlines = "--hot-swap-lease-s 6 --hot-swap-collective-timeout-s 60 --hot-swap-halt-timeout-s 120"
     waits = "--hot-swap-wait-for-spare-s 300 --hot-swap-respawn-timeout-s 300"  # processes start slowly on a machine that is full
-    return [*flags.split(), *waits.split(), *deadlines.split(), *saving]
+    deadlines = "--hot-swap-lease-s 6 --hot-swap-collective-timeout-s 60 --hot-swap-halt-timeout-s 120"
+    return [*flags.split(), *waits.split(), *deadlines.split(), "--hot-swap-check-groups", "yes", *saving]
 
 
 def run_job(

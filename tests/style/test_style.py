@@ -123,6 +123,7 @@ FLAGS = {
     "--hot-swap-interval",
     "--hot-swap-when-late",
     "--hot-swap-rebuild",
+    "--hot-swap-check-groups",
     "--hot-swap-host-memory-max-bytes",
     "--hot-swap-interface",
     "--hot-swap-transport",

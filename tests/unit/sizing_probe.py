@@ -75,9 +75,6 @@ def build(rank: int, world_size: int, flags: list[str]) -> dict[str, Any]:
     original_pretrain = training.pretrain
 
     def pretrain(*args: Any, **kwargs: Any) -> None:
-        from megatron.training import get_args
-
-        get_args().fake_process_group = True  # only now: validate_args would switch off more than communication
         original_pretrain(*args, **kwargs)
 
     training.setup_model_and_optimizer = setup

@@ -36,7 +36,7 @@ for group in (holder.group, holder.world):  # what _abort_process_group(None) le
     forget(group)
 groups.doom(None)
 assert dist.group.WORLD is None
-rebuilt = groups.rebuild(2, store(2), (), "gloo")
+rebuilt = groups.rebuild(2, store(2), ())
 assert holder.world is dist.group.WORLD, vars(holder)
 assert holder.nothing is None
 tensor = torch.ones(3)

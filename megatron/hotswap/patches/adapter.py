@@ -199,11 +199,12 @@ class MegatronTrainer:
 
     # ---- groups
 
-    def rebuild_groups(self, plan: local.Plan) -> Rebuilt:
-        from megatron.training import get_args
+    def prepare_rebuild(self) -> None:
+        self._groups.find_holders()
 
+    def rebuild_groups(self, plan: local.Plan) -> Rebuilt:
         store = connect_store(plan.store, plan.version, self._rendezvous_timeout)
-        return self._groups.rebuild(plan.version, store, plan.replaced, get_args().distributed_backend)
+        return self._groups.rebuild(plan.version, store, plan.replaced)
 
     def all_joined(self) -> None:
         self._groups.settle()

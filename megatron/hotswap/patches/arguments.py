@@ -15,24 +15,30 @@ from typing import Any
 from .. import config as hotswap_config
 from ..errors import UsageError
 
+#: Megatron parses its arguments twice before it builds anything: for itself, and to see whether a fault-tolerance package is wanted.
+_PARSERS = 2
+
 
 def join_parser(await_rank: Callable[[], None]) -> None:
     """Patch the parser. `await_rank` puts the rank into the environment."""
     from megatron.training import arguments
 
     original, fill = arguments.parse_args, arguments.add_megatron_arguments
-    ready: list[ArgumentParser] = []
+    ready: list[ArgumentParser] | None = None
 
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
         def provider(parser: ArgumentParser) -> ArgumentParser:
             parser = hotswap_config.add_arguments(parser)
             return extra_args_provider(parser) if extra_args_provider is not None else parser
 
-        if not ready:
+        nonlocal ready
+        if ready is None:
             # Megatron reads the sources of its configuration classes to describe 600 flags: most of a second, on no rank's account.
-            ready.append(fill(ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)))
+            ready = [fill(ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)) for _ in range(_PARSERS)]
             await_rank()
-            arguments.add_megatron_arguments = lambda parser: ready[0]
+        if ready:
+            parser = ready.pop()
+            arguments.add_megatron_arguments = lambda _: parser
         args = original(provider, ignore_unknown_args)
         arguments.add_megatron_arguments = fill
         require_covered(args)

@@ -38,6 +38,7 @@ class HotSwap:
             rendezvous,
             address=session.place.address,
             selective=config.rebuild == "selective",
+            check=config.check_groups == "yes",
             device_idle=device_idle,
         )
         parallel_state.create_through(self._groups)
@@ -85,14 +86,9 @@ class HotSwap:
 
     def _pretrain(self, original: Any) -> Any:
         def pretrain(*args: Any, **kwargs: Any) -> None:
-            from megatron.training import get_args
-
             assert self._given is not None
             self._aborter.building_groups()
-            if self._spare:
-                # Only now: validate_args would take it for a dry run, and switch off NaN checks and gloo groups.
-                get_args().fake_process_group = True
-            elif kwargs.get("store") is None:
+            if not self._spare and kwargs.get("store") is None:
                 kwargs["store"] = connect_store(self._given.store, self._given.version, self._rendezvous_timeout)
             original(*args, **kwargs)
 
@@ -173,18 +169,17 @@ class HotSwap:
             training_patches.hooks_enabled(args[2]),
         )
         if self._plan is not None:
-            self._join(loop, get_args())
+            self._join(loop)
         elif self._trainer.built_generation is None and not loop.began:
             self._aborter.groups_built()
             loop.first_snapshot()
         return loop.step(call)
 
-    def _join(self, loop: Loop, margs: Any) -> None:
+    def _join(self, loop: Loop) -> None:
         plan = self._plan
         assert plan is not None
         self._reached("data")
         self._trainer.config = None
-        margs.fake_process_group = False
         self._session.building = False
         loop.join(plan)
         self._plan = None

@@ -49,6 +49,9 @@ class Trainer(Protocol):
     def rewind_data(self, generation: int) -> None:
         """Read again what was read after this generation."""
 
+    def prepare_rebuild(self) -> None:
+        """The plan is waited for: do what needs no plan. Nothing of the trainer's runs until `rebuild_groups`."""
+
     def rebuild_groups(self, plan: local.Plan) -> Rebuilt:
         """Have the process groups of the new membership, on its store. Only members meet."""
 
@@ -183,6 +186,7 @@ class Recovery:
                 self._aborter.thread_is_out()
                 if isinstance(order, m.Halt):
                     self._report(order, position)
+                    self._trainer.prepare_rebuild()
                     order = self._await_order()
                     continue
                 self._carry_out(order, position)

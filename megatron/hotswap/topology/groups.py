@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..errors import HotSwapError
 from . import process_group
 from .ledger import LEDGERS, Counts, Ledger, under_way
-from .rebind import rebind
+from .rebind import Holders, who_holds
 from .sockets import Sockets, open_sockets
 
 _WORLD = -1  # its number; the others count from 0
@@ -39,7 +39,8 @@ class Communicator:
     held: Any = None  # what references point to: another one than `group` after an attempt that was broken off
     version: int = 0  # of the membership that `group` was made in
     sockets: Sockets = frozenset()  # its connections, where they are known
-    broken: bool = False  # it was aborted, or is to be
+    broken: bool = True  # not complete, aborted, or to be aborted
+    stand_in: bool = False  # what references point to never communicates
 
     @property
     def name(self) -> str:
@@ -83,6 +84,7 @@ class Groups:
         *,
         address: str | None = None,
         selective: bool = True,
+        check: bool = False,
         device_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         """
@@ -91,6 +93,7 @@ class Groups:
             join_timeout: of those until all ranks have joined (`settle`): a spare may still be building its model.
             address: this host's, for gloo.
             selective: keep groups to which nothing happened; else rebuild all.
+            check: after each rebuild, see that nothing refers to an old group.
             device_idle: whether nothing runs on the device, communication included; waits a moment for that.
         """
         self.version = 0  # of the membership whose groups are created
@@ -99,20 +102,21 @@ class Groups:
         self._join_timeout = join_timeout
         self._address = address
         self._selective = selective
+        self._check = check
         self._device_idle = device_idle
         self._world: Communicator | None = None  # an abort of NCCL's groups makes torch forget it; references do not
         self._mine: list[Communicator] = []
         self._calls = 0
         self._rank = 0
+        self._holders: Holders | None = None
 
     # ---- creation
 
-    def start_world(self, backend: str, store: dist.Store, rank: int, members: Sequence[int]) -> None:
+    def start_world(self, backend: str, store: dist.Store | None, rank: int, members: Sequence[int]) -> None:
         """Create the default group, as torch.distributed.init_process_group does."""
         self._rank = rank
         self._world = Communicator(_WORLD, tuple(members), backend, description="default_pg")
-        self._make(self._world, store)
-        self._world.held = self._world.group
+        self._begin(self._world, store)
 
     def create(self, ranks: Sequence[int] | None, backend: str | None, options: Any, description: str | None) -> Any:
         """Create one group as torch.distributed.new_group does, by its members alone, and remember it if this rank is in it.
@@ -120,25 +124,26 @@ class Groups:
         Returns:
             The group, or torch's GroupMember.NON_GROUP_MEMBER.
         """
-        if self._world is None:
-            self._adopt_world()
-        assert self._world is not None
+        assert self._world is not None, "torch.distributed was not initialized through start_world"
         number, self._calls = self._calls, self._calls + 1
         members = tuple(sorted(ranks)) if ranks is not None else self._world.members
         if self._rank not in members:
             return dist.GroupMember.NON_GROUP_MEMBER
         made = Communicator(number, members, backend or self._world.backend, options, description)
-        self._make(made, c10d._world.pg_map[self._world.group][1])
-        made.held = made.group
+        self._begin(made, c10d._world.pg_map[self._world.group][1])
         self._mine.append(made)
         return made.group
 
-    def _adopt_world(self) -> None:
-        """The first default group is the trainer's own doing."""
-        group, self._rank = dist.group.WORLD, dist.get_rank()
-        self._world = Communicator(_WORLD, tuple(range(dist.get_world_size())), dist.get_backend(), description="default_pg")
-        self._world.group = self._world.held = group
-        self._world.version = self.version
+    def _begin(self, made: Communicator, store: dist.Store) -> None:
+        """The first of its groups."""
+        if self.fake:
+            made.version, made.stand_in = self.version, True
+            made.group = process_group.make_stand_in(
+                made.name, made.members, self._rank, made.backend, description=made.description, world=made.number == _WORLD
+            )
+        else:
+            self._make(made, store)
+        made.held = made.group
 
     def _make(self, made: Communicator, store: dist.Store) -> None:
         made.version, made.broken, made.sockets = self.version, True, frozenset()  # broken until it is complete
@@ -148,22 +153,22 @@ class Groups:
             made.name,
             made.members,
             self._rank,
-            "fake" if self.fake else made.backend,
+            made.backend,
             store,
             timeout=self._join_timeout,
-            options=None if self.fake else made.options,
+            options=made.options,
             description=made.description,
             address=self._address,
             world=made.number == _WORLD,
         )
         if made.may_be_kept:
             made.sockets = open_sockets() - before
-        made.broken = self.fake
+        made.broken = False
 
     def settle(self) -> None:
         """All ranks have joined: from now on a collective of gloo's that takes long has lost a peer."""
         for made in self._all:
-            if made.backend == "gloo" and not self.fake:
+            if made.backend == "gloo":
                 process_group.set_timeout(made.group, self._collective_timeout)
 
     # ---- the end of a membership
@@ -195,21 +200,23 @@ class Groups:
 
     # ---- the next membership
 
-    def rebuild(self, version: int, store: dist.Store, replaced: Collection[int], backend: str) -> Rebuilt:
+    def find_holders(self) -> None:
+        """The trainer stands still and there is time: find out who holds the groups, which `rebuild` would have to do."""
+        self._holders = Holders([made.held for made in self._all])
+
+    def rebuild(self, version: int, store: dist.Store, replaced: Collection[int]) -> Rebuilt:
         """Keep the groups to which nothing happened, make the others anew on the new membership's store, and replace the old ones
         everywhere.
 
         Args:
             replaced: ranks whose process is new; none of their groups is kept.
-            backend: the world's, in the place of a spare's stand-in.
 
         Raises:
             HotSwapError: a group is there that was not created here; or an old one is held by what cannot be changed.
         """
         assert self._world is not None, "no group was created yet"
         self._require_known()
-        if self.fake:
-            self._leave_stand_ins(backend)
+        self.fake = False
         verdicts = self._agree(store, set(replaced)) if self._selective else {}
         kept = [made for made in self._mine if self._keeps(made, verdicts)]
         renewed = [made for made in self._all if made not in kept]
@@ -222,19 +229,27 @@ class Groups:
         for made in renewed:
             self._make(made, store)
         # From here on nothing can fail for a peer's sake. Were it not so, the next attempt would still find `held`.
-        old = [made.held for made in renewed]
-        references = rebind({id(made.held): made.group for made in renewed}, old)
-        for made in renewed:
-            made.held = made.group
+        references = self._replace(renewed)
         reasons = {made.description or made.name: why for made in renewed if (why := verdicts.get(made.number))}
         return Rebuilt(len(kept), len(renewed), references, reasons)
 
-    def _leave_stand_ins(self, backend: str) -> None:
-        """A spare joins: the groups that it has built its model on never communicated."""
-        self.fake = False
-        for made in self._all:
-            if made.backend == "fake":  # as the world, whose backend they took
-                made.backend = backend
+    def _replace(self, renewed: list[Communicator]) -> int:
+        """Have everybody who holds an old group hold the new one."""
+        stand_ins = [made for made in renewed if made.stand_in]
+        for made in stand_ins:
+            process_group.graft(made.held, made.group)
+            made.group, made.stand_in = made.held, False
+        old = [made.held for made in renewed if made.held is not made.group]
+        if not old:
+            return 0
+        holders, self._holders = self._holders or Holders([made.held for made in self._all]), None
+        references = holders.replace({id(made.held): made.group for made in renewed})
+        del holders
+        for made in renewed:
+            made.held = made.group
+        if self._check and (left := who_holds(old)):
+            raise HotSwapError(f"{len(left)} references to process groups of the membership before are left: {'; '.join(left[:20])}")
+        return references
 
     def _keeps(self, made: Communicator, verdicts: dict[int, str | None]) -> bool:
         if not self._selective:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 #: gloo groups of up to so many members connect to each other when they are made: their sockets are known then, so that one group can
@@ -50,10 +51,7 @@ def make(
     mapping = {member: i for i, member in enumerate(members)}
     if backend == "gloo":
         group = _make_gloo(name, mapping[rank], len(members), store, timeout, description, address)
-        config = str(c10d.BackendConfig(c10d.Backend(backend)))
-        c10d._register_pg_in_world(
-            group, backend, dist.PrefixStore(f"{name}/", store), name, config, rank_mapping=mapping, add_to_default_tag=True
-        )
+        _register(group, name, backend, store, mapping)
     else:
         group, _ = c10d._new_process_group_helper(
             len(members),
@@ -72,12 +70,63 @@ def make(
     return group
 
 
+def make_stand_in(
+    name: str, members: Sequence[int], rank: int, backend: str, *, description: str | None = None, world: bool = False
+) -> dist.ProcessGroup:
+    """A group that never communicates (torch's fake backend), for the devices that `backend` serves. `graft` makes it a real one."""
+    mapping = {member: i for i, member in enumerate(members)}
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, mapping[rank], len(members))
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    fake = FakeProcessGroup._create_internal(mapping[rank], len(members))
+    for device in c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map():
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, fake)
+    group._set_group_name(name)
+    group._set_group_desc(description or "undefined")
+    _register(group, name, backend, store, mapping)
+    if world:
+        c10d._update_default_pg(group)
+    return group
+
+
+def graft(stand_in: dist.ProcessGroup, real: dist.ProcessGroup) -> None:
+    """Give a stand-in what communicates in `real`, and its place in torch's registries: who holds the stand-in holds a real group now.
+
+    A process group keeps the first backend of each type that it is given, so this can be done to a stand-in, once.
+    """
+    world = c10d._world
+    backend, store = world.pg_map[real]
+    name, mapping, is_default = world.pg_names[real], world.pg_group_ranks[real], world.default_pg is real
+    for device in real._device_types:
+        made = real._get_backend(device)
+        kind = getattr(dist.ProcessGroup.BackendType, made.name().upper(), dist.ProcessGroup.BackendType.CUSTOM)
+        stand_in._register_backend(device, kind, made)
+        stand_in._set_default_backend(kind)
+    stand_in._set_group_name(name)
+    forget(real)
+    forget(stand_in)
+    _register(stand_in, name, backend, store, mapping)
+    if is_default:
+        c10d._update_default_pg(stand_in)
+
+
+def _register(group: dist.ProcessGroup, name: str, backend: str, store: dist.Store, mapping: dict[int, int]) -> None:
+    config = str(c10d.BackendConfig(c10d.Backend(backend)))
+    c10d._register_pg_in_world(
+        group, backend, dist.PrefixStore(f"{name}/", store), name, config, rank_mapping=mapping, add_to_default_tag=True
+    )
+
+
 def _make_gloo(
     name: str, rank: int, size: int, store: dist.Store, timeout: timedelta, description: str | None, address: str | None
 ) -> dist.ProcessGroup:
     prefixed = dist.PrefixStore(f"{name}/", store)
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [_gloo_device(os.environ.get("GLOO_SOCKET_IFNAME"), address, size > EAGER_MEMBERS_MAX)]
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    # Small groups share a device, which is a thread and a listening socket. Lazy ones cannot: with two groups on one lazy device
+    # gloo takes the connections of one for the other's, and their first collectives hang (seen with torch 2.13).
+    lazy = size > EAGER_MEMBERS_MAX
+    options._devices = [_gloo_device(interfaces, address, lazy=True) if lazy else _shared_gloo_device(interfaces, address)]
     options._timeout = timeout
     group = dist.ProcessGroup(prefixed, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -91,8 +140,11 @@ def _make_gloo(
 
 
 @functools.cache
+def _shared_gloo_device(interfaces: str | None, address: str | None) -> Any:
+    return _gloo_device(interfaces, address, lazy=False)
+
+
 def _gloo_device(interfaces: str | None, address: str | None, lazy: bool) -> Any:
-    """One for all groups: each device is a thread and a listening socket."""
     if interfaces:
         return dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0], lazy_init=lazy)
     if address:
@@ -131,4 +183,4 @@ def forget(group: dist.ProcessGroup) -> None:
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """How long a gloo group's collectives that begin from now on may take."""
-    group.set_timeout(timeout)
+    group._get_backend(torch.device("cpu")).set_timeout(timeout)  # not that of a stand-in which it was once

@@ -190,17 +190,27 @@ def _is_done(work: Any) -> bool:
     return bool(work.is_completed())
 
 
+class _Grave:
+    """Not replaced by the next membership's group when references are: topology/rebind.py knows it by its name."""
+
+    __slots__ = ("group", "work")
+
+    def __init__(self, group: Any, work: Any) -> None:
+        self.group = group
+        self.work = work
+
+
 class Graveyard:
     """Groups that are over but whose threads may still be inside a collective: kept until their works have ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._dead: list[tuple[Any, Any]] = []
+        self._dead: list[_Grave] = []
 
     def bury(self, group: Any, work: Any) -> None:
         """Keep a group until this work has ended."""
         with self._lock:
-            self._dead.append((group, work))
+            self._dead.append(_Grave(group, work))
             if len(self._dead) == 1:
                 threading.Thread(target=self._watch, name="deadpool-graveyard", daemon=True).start()
 
@@ -208,7 +218,7 @@ class Graveyard:
         while True:
             time.sleep(_BURY_INTERVAL_S)
             with self._lock:
-                self._dead = [(g, w) for g, w in self._dead if not _is_done(w)]
+                self._dead = [grave for grave in self._dead if not _is_done(grave.work)]
                 if not self._dead:
                     return
 

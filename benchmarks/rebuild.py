@@ -1,0 +1,327 @@
+"""Making all process groups of a Megatron grid again after the loss of a node, three ways, at growing numbers of processes.
+
+    python benchmarks/rebuild.py [--worlds 4,8,16,32,64] [--repetitions 3]
+
+- stock: torch's init_process_group and megatron-core's initialize_model_parallel, as a restart makes them;
+- all: every group anew, by its members alone (`--hot-swap-rebuild all`);
+- selective: only those that the lost node's ranks were in (`--hot-swap-rebuild selective`).
+
+The processes have groups and no model (gloo, TP 2, PP 2 from 8 on, DP the rest; a node is two ranks). The lost node's ranks are taken
+by processes that hold stand-in groups, as a spare does. Seconds are from the order until the last rank has its groups; operations are
+those of a surviving rank on the rendezvous store, the most that any has made. Survivors have looked for the holders of their groups
+before, as they do while a spare builds its model (`prepare_cpu_s`). Many processes share few cores here, so the seconds hold
+for this machine; what a rank does by itself is its processor time, from which `model` says what other sizes would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.hotswap.patches.parallel_state import create_through
+from megatron.hotswap.topology.groups import Groups
+
+MODES = ("stock", "all", "selective")
+ADDRESS = "127.0.0.1"
+TIMEOUT = timedelta(seconds=600)
+LOST = (2, 3)  # the ranks of the second node
+MODEL_RANKS = (512, 4096, 16384)
+
+
+class CountingStore(dist.Store):  # type: ignore[misc]
+    """A store whose operations are counted."""
+
+    def __init__(self, real: dist.Store) -> None:
+        super().__init__()
+        self._real = real
+        self.operations = 0
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    def method(self: CountingStore, *arguments: Any) -> Any:
+        self.operations += 1
+        return getattr(self._real, name)(*arguments)
+
+    return method
+
+
+for _name in ("set", "get", "add", "wait", "check", "append", "multi_get", "multi_set", "compare_set", "delete_key"):
+    setattr(CountingStore, _name, _counted(_name))
+
+
+class Rank:
+    """One process of the benchmark."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.groups: Groups | None = None
+        self.version = 0
+        self._stock = parallel_state.create_group, dist.init_process_group
+
+    def initialize(self) -> None:
+        pipeline = 2 if self.world >= 8 else 1
+        parallel_state.initialize_model_parallel(2, pipeline, create_gloo_process_groups=True)
+
+    def forget(self) -> None:
+        """Be a process without groups, as a fresh one is; nobody is waited for."""
+        parallel_state.destroy_model_parallel()
+        parallel_state._global_process_group_list = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.groups = None
+
+    def build(self, fake: bool, selective: bool, store: dist.Store | None) -> None:
+        """Groups of the first membership, or a spare's stand-ins."""
+        self.forget()
+        self.groups = Groups(TIMEOUT, TIMEOUT, address=ADDRESS, selective=selective)
+        self.groups.fake = fake
+        self.groups.version = 0 if fake else self.version
+        create_through(self.groups)
+        self.groups.start_world("gloo", store, self.rank, range(self.world))
+        self.initialize()
+
+    def prepare(self, mode: str, port: int) -> float | None:
+        """The state before the order; a survivor's processor time for what it does beforehand."""
+        self.version += 1
+        store = connect(port, self.version)
+        if mode == "stock":
+            self.forget()
+            parallel_state.create_group, dist.init_process_group = self._stock
+            return None
+        self.build(False, mode == "selective", store)
+        if self.rank in LOST:
+            self.build(True, mode == "selective", None)  # the node is lost: a spare has built its ranks on stand-ins
+            return None
+        began = time.process_time()
+        self.groups.find_holders()  # a survivor does this while the spare builds
+        return time.process_time() - began
+
+    def order(self, mode: str, port: int, counted: bool) -> dict[str, Any]:
+        """Make the groups."""
+        began_cpu = time.process_time()
+        self.version += 1
+        store: dist.Store = connect(port, self.version)
+        if counted:
+            store = CountingStore(store)
+        kept, made = 0, 0
+        if mode == "stock":
+            os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=TIMEOUT)
+            self.initialize()
+        else:
+            assert self.groups is not None
+            rebuilt = self.groups.rebuild(self.version, store, LOST)
+            kept, made = rebuilt.kept, rebuilt.made
+        done, done_cpu = time.monotonic(), time.process_time()
+        operations = store.operations if isinstance(store, CountingStore) else None
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == self.world
+        for group in (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()):
+            value = torch.ones(1)
+            dist.all_reduce(value, group=group)
+            assert value.item() == dist.get_world_size(group), "a kept or rebuilt group does not work"
+        return {"done": done, "used": time.monotonic(), "cpu_s": done_cpu - began_cpu, "operations": operations, "kept": kept, "made": made}
+
+
+def connect(port: int, version: int) -> dist.Store:
+    """This process's client of the store."""
+    client = dist.TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+    return dist.PrefixStore(f"membership{version}", client)
+
+
+def serve(rank: int, world: int, link: Connection) -> None:
+    """A process: obey the driver."""
+    me = Rank(rank, world)
+    while True:
+        call, *arguments = link.recv()
+        if call == "end":
+            os._exit(0)  # nothing is waited for: peers end too
+        try:
+            link.send(getattr(me, call)(*arguments))
+        except Exception as failure:
+            link.send(RuntimeError(f"rank {rank}: {type(failure).__name__}: {failure}"))
+            raise
+
+
+class World:
+    """All processes, forked from this one, which has imported everything."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = multiprocessing.get_context("fork")
+        self.links, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, size, theirs), daemon=True)
+            process.start()
+            self.links.append(ours)
+            self.processes.append(process)
+
+    def all(self, *call: Any) -> list[Any]:
+        """Every process does it; their answers."""
+        for link in self.links:
+            link.send(call)
+        answers = [link.recv() for link in self.links]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def round(self, mode: str, counted: bool) -> dict[str, Any]:
+        """One loss, one rebuild."""
+        store = StoreProcess()
+        try:
+            prepared = self.all("prepare", mode, store.port)
+            began = time.monotonic()
+            answers = self.all("order", mode, store.port, counted)
+        finally:
+            store.end()
+        survivors = [a for rank, a in enumerate(answers) if rank not in LOST]
+        return {
+            "seconds": max(a["done"] for a in answers) - began,
+            "used_s": max(a["used"] for a in answers) - began,
+            "cpu_s": statistics.median(a["cpu_s"] for a in survivors),
+            "operations": max((a["operations"] for a in survivors if a["operations"] is not None), default=None),
+            "prepare_cpu_s": statistics.median([p for p in prepared if p is not None] or [0.0]),
+            "kept": max(a["kept"] for a in survivors),
+            "made": max(a["made"] for a in survivors),
+        }
+
+    def end(self) -> None:
+        for link in self.links:
+            with contextlib.suppress(OSError):  # one that has failed is gone
+                link.send(("end",))
+        for process in self.processes:
+            process.join(30)
+            if process.is_alive():
+                process.kill()
+
+
+class StoreProcess:
+    """The rendezvous store of a round, in a process of its own: its clients end with it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(target=self._serve, args=(theirs,), daemon=True)
+        self._process.start()
+        self.port: int = ours.recv()
+
+    @staticmethod
+    def _serve(link: Connection) -> None:
+        store = dist.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+        link.send(store.port)
+        time.sleep(3600)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def measure(worlds: list[int], repetitions: int) -> dict[int, dict[str, dict[str, Any]]]:
+    """world -> mode -> medians."""
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for size in worlds:
+        world = World(size)
+        try:
+            counted = {mode: world.round(mode, True) for mode in MODES}
+            timed: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+            for _ in range(repetitions):
+                for mode in MODES:
+                    timed[mode].append(world.round(mode, False))
+        finally:
+            world.end()
+        found[size] = {
+            mode: {
+                "seconds": round(statistics.median(r["seconds"] for r in timed[mode]), 4),
+                "used_s": round(statistics.median(r["used_s"] for r in timed[mode]), 4),
+                "cpu_s": round(statistics.median(r["cpu_s"] for r in timed[mode]), 5),
+                "prepare_cpu_s": round(statistics.median(r["prepare_cpu_s"] for r in timed[mode]), 5),
+                "operations": counted[mode]["operations"],
+                "kept": counted[mode]["kept"],
+                "made": counted[mode]["made"],
+            }
+            for mode in MODES
+        }
+        said = ", ".join(f"{mode} {found[size][mode]['seconds']:.3f} s, {found[size][mode]['operations']} operations" for mode in MODES)
+        print(f"{size} processes: {said}", file=sys.stderr)
+    return found
+
+
+def store_rate(clients: int = 1, operations: int = 5000) -> float:
+    """Operations a second that one store serves, one client asking one after another."""
+    server = dist.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore(ADDRESS, server.port, is_master=False, wait_for_workers=False)
+    began = time.perf_counter()
+    for i in range(operations):
+        client.set(f"key{i % 64}", b"value")
+    return operations / (time.perf_counter() - began)
+
+
+def model(found: dict[int, dict[str, dict[str, Any]]], rate: float) -> dict[str, Any]:
+    """Seconds at larger sizes: what one rank does by itself, and one store that serves all ranks' operations one after another.
+
+    Processor time and operations of a surviving rank are fitted with straight lines over the number of ranks.
+    """
+    sizes = np.array(sorted(found), dtype=float)
+    predicted: dict[str, Any] = {}
+    for mode in MODES:
+        cpu = np.polyfit(sizes, [found[int(n)][mode]["cpu_s"] for n in sizes], 1)
+        operations = np.polyfit(sizes, [found[int(n)][mode]["operations"] for n in sizes], 1)
+        predicted[mode] = {}
+        for n in MODEL_RANKS:
+            own, served = max(0.0, float(np.polyval(cpu, n))), n * max(0.0, float(np.polyval(operations, n)))
+            predicted[mode][str(n)] = round(own + served / rate, 2)
+        predicted[mode]["cpu_s_per_rank_added"] = float(cpu[0])
+        predicted[mode]["operations_per_rank_added"] = round(float(operations[0]), 3)
+    return predicted
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", default="4,8,16,32,64", help="numbers of processes")
+    parser.add_argument("--repetitions", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    worlds = [int(size) for size in options.worlds.split(",")]
+    found = measure(worlds, options.repetitions)
+    rate = store_rate()
+    at = 32 if 32 in found else worlds[-1]
+    large = [size for size in worlds if size > 8] or worlds  # up to 8 every group is small
+    took = {mode: found[at][mode]["seconds"] for mode in MODES}
+    operations = {mode: [found[n][mode]["operations"] for n in large] for mode in MODES}
+    figures = {
+        "selective_vs_stock_speedup": {
+            "value": round(took["stock"] / took["selective"], 2),
+            "note": f"at {at} processes: {', '.join(f'{mode} {seconds:.3f} s' for mode, seconds in took.items())}",
+        },
+        "selective_operations_growth": {
+            "value": operations["selective"][-1] - operations["selective"][0],
+            "note": f"operations of a surviving rank at {large} processes: {operations}",
+        },
+    }
+    print(json.dumps({**figures, "by_world": found, "store_operations_per_s": round(rate), "model": model(found, rate)}))
+
+
+if __name__ == "__main__":
+    main()
