@@ -2,8 +2,8 @@
 
     python benchmarks/swaps.py [--swaps 50] [--ranks-per-node 4]
 
-Two nodes and a spare (TP 2, PP 2, DP the rest). The second node is killed again and again, in all phases of a step; each killed node comes back as the next
-spare. The first node's processes live through all of it: after each recovery the kernel is asked what they have.
+Two nodes and a spare (TP 2, PP 2, DP the rest). The second node is killed again and again, in all phases of a step; each killed node
+comes back as the next spare. The first node's processes live through all of it: after each recovery the kernel is asked what they have.
 """
 
 from __future__ import annotations
