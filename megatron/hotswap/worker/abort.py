@@ -110,8 +110,8 @@ class Aborter:
             abort_device_groups([made.group for made in self._groups.doom(lost if patient else None)])
             present = open_sockets()
             ours = present - self._foreign if self._known is None else present & self._known
-            for fd, target in ours - self._groups.sound_sockets():
-                shut_down(fd, target)
+            for fd, inode in ours - self._groups.sound_sockets():
+                shut_down(fd, inode)
             self._out.wait(_SHUT_INTERVAL_S)
 
 
