@@ -21,6 +21,7 @@ import grpc
 from .. import environment
 from ..config import HotSwapConfig
 from ..control import messages as m
+from ..control.lease import COORDINATOR_LEASES, Listener
 from ..coordinator import wire
 from ..errors import Fenced, HotSwapError, UsageError
 from ..replication.transfer import ReplicaStore
@@ -68,6 +69,7 @@ class Agent:
         self._armed: list[m.Injection] = []
         self._heard_s = 0.0
         self._lease_s = config.lease_s
+        self._listener = Listener(COORDINATOR_LEASES * config.lease_s, config.heartbeat_interval_s, turn_s=config.heartbeat_interval_s)
         self._exit: asyncio.Future[int] | None = None
         self._release_after: frozenset[int] | None = None  # replicas to keep once the new membership has committed
 
@@ -180,14 +182,9 @@ class Agent:
             self._say(m.Heartbeat(sequence))
             # Should this loop stand still for half a lease, the log is to show where: a node that falls silent cannot be asked.
             faulthandler.dump_traceback_later(self._lease_s / 2)
-            before = loop.time()
             await asyncio.sleep(self.config.heartbeat_interval_s)
-            pause = loop.time() - before - self.config.heartbeat_interval_s
-            if pause > self.config.heartbeat_interval_s:
-                # This process stood still itself. If it was given up meanwhile, the refusal waits to be read: read first.
-                self._heard_s += pause
-            if loop.time() - self._heard_s > self._lease_s:
-                raise Fenced(f"the coordinator was silent for longer than the lease of {self._lease_s} s")
+            if self._listener.look({"coordinator": self._heard_s}, loop.time()):
+                raise Fenced(f"the coordinator was silent for longer than {COORDINATOR_LEASES} leases of {self._lease_s} s")
 
     def _obey(self, message: Any) -> None:
         orders: dict[type, Callable[[Any], None]] = {
@@ -208,6 +205,7 @@ class Agent:
 
     def _welcome(self, message: m.Welcome) -> None:
         self._lease_s = message.lease_s
+        self._listener.lease_s = COORDINATOR_LEASES * message.lease_s
 
     def _refused(self, message: m.Refused) -> None:
         raise Fenced(message.reason)
