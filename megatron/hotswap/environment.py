@@ -44,6 +44,7 @@ class WorkerEnvironment:
     worker: int
     workers: int
     address: str  # of this node, where peers reach what the worker serves
+    agent_pid: int
 
     def export(self) -> dict[str, str]:
         """The variables that say this."""
@@ -56,6 +57,7 @@ class WorkerEnvironment:
             "DEADPOOL_WORKER": str(self.worker),
             "DEADPOOL_WORKERS": str(self.workers),
             "DEADPOOL_ADDRESS": self.address,
+            "DEADPOOL_AGENT_PID": str(self.agent_pid),
         }
 
 
@@ -108,6 +110,7 @@ def worker() -> WorkerEnvironment:
         int(env["DEADPOOL_WORKER"]),
         int(env["DEADPOOL_WORKERS"]),
         env["DEADPOOL_ADDRESS"],
+        int(env["DEADPOOL_AGENT_PID"]),
     )
     for fd in (place.link_fd, place.control_fd):
         os.set_inheritable(fd, False)

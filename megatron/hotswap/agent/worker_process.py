@@ -31,7 +31,13 @@ class WorkerProcess:
         self.said_goodbye = False
         ours, theirs = pair()
         self.link = Link(ours, FromWorker)
-        environment = WorkerEnvironment(link_fd=theirs.fileno(), control_fd=self.control.fd, worker=index, **place)  # type: ignore[arg-type]
+        environment = WorkerEnvironment(
+            link_fd=theirs.fileno(),
+            control_fd=self.control.fd,
+            worker=index,
+            agent_pid=os.getpid(),
+            **place,  # type: ignore[arg-type]
+        )
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as out:
             self.process = subprocess.Popen(
