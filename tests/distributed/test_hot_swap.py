@@ -34,21 +34,6 @@ def faults_of(index: int, name: str) -> list[Fault]:
     return [every[(index * 4 + i * 5) % len(every)] for i in range(4)]
 
 
-def own_shared_memory() -> set[str]:
-    """What this user has in /dev/shm: others may come and go."""
-    return {entry.name for entry in os.scandir("/dev/shm") if entry.stat(follow_symlinks=False).st_uid == os.getuid()}
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    """No process, and nothing in /dev/shm, outlives a test."""
-    shared = own_shared_memory()
-    yield
-    left = [p.cmdline() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    assert not [c for c in left if "megatron.hotswap" in " ".join(c)]
-    assert own_shared_memory() <= shared
-
-
 @pytest.mark.parametrize("name", GRIDS)
 def test_every_step_is_that_of_an_undisturbed_run(name: str, tmp_path: Path) -> None:
     case = GRIDS[name]

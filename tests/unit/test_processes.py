@@ -1,11 +1,11 @@
 """processes.py: a child dies with its parent, also where the parent is process 1."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 _CHILD = "import sys; from megatron.hotswap.processes import die_with_parent as d; d(int(sys.argv[1])); print('lives', flush=True); input()"
@@ -29,7 +29,7 @@ def test_a_child_lives_with_its_parent_and_is_killed_with_it():
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
     deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{child}") and "Z" not in open(f"/proc/{child}/stat").read().rsplit(")", 1)[1]:
+    while psutil.pid_exists(int(child)) and psutil.Process(int(child)).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -32,6 +32,7 @@ from . import local
 from .domain import failure_domain
 from .inject import strike
 from .replicator import Replicator, free_slot, own_slot_of
+from .scratch import Scratch
 from .worker_process import WorkerProcess
 
 #: How often workers are looked at. The end of one is known at once, by its link; this finds one that is stopped.
@@ -50,12 +51,14 @@ class Agent:
         place: environment.AgentEnvironment,
         command: Sequence[str],
         worker_env: dict[str, str],
+        tmp: Path,
     ) -> None:
         self.config = config
         self.place = place
         self.incarnation = f"{place.node}-{uuid.uuid4().hex[:8]}"
         self._command = list(command)
         self._worker_env = worker_env
+        self._tmp = tmp
         self._interface = config.interface or _address_towards(place.coordinator)
         self._outbox: asyncio.Queue[m.FromAgent] = asyncio.Queue()
         self._workers: list[WorkerProcess] = []
@@ -118,7 +121,7 @@ class Agent:
             "workers": self.place.workers,
             "address": self._interface,
         }
-        worker = WorkerProcess(index, self._command, log, place, self._worker_env)
+        worker = WorkerProcess(index, self._command, log, place, self._worker_env, self._tmp)
         self._workers.append(worker)
         worker.link.sock.setblocking(False)
         asyncio.get_running_loop().add_reader(worker.link.sock, self._from_worker, worker)
@@ -450,7 +453,8 @@ def run_agent(config: HotSwapConfig, command: Sequence[str], worker_env: dict[st
     place = environment.agent()
     Path(config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
     try:
-        return asyncio.run(Agent(config, place, command, worker_env).run())
+        with Scratch() as scratch:
+            return asyncio.run(Agent(config, place, command, worker_env, scratch.path).run())
     except HotSwapError as failure:
         print(f"deadpool: {failure}", file=sys.stderr)
         return 2

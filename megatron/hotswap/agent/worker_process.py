@@ -12,13 +12,16 @@ from ..environment import WorkerEnvironment
 from ..errors import SnapshotMismatch
 from ..processes import end_in_words
 from ..snapshot.slots import OWN_SLOTS, ControlBlock, Slots
+from . import scratch
 from .local import FromWorker, Link, pair
 
 
 class WorkerProcess:
     """A child that runs the training script. It dies with its agent (PR_SET_PDEATHSIG, set by the child)."""
 
-    def __init__(self, index: int, command: Sequence[str], log: Path, place: dict[str, str | int], extra_env: dict[str, str]) -> None:
+    def __init__(
+        self, index: int, command: Sequence[str], log: Path, place: dict[str, str | int], extra_env: dict[str, str], tmp: Path
+    ) -> None:
         self.index = index
         self.rank: int | None = None
         self.control = ControlBlock.create()
@@ -45,7 +48,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, **extra_env, **environment.export()},
+                env={**scratch.compile_cache(), **os.environ, **extra_env, **environment.export(), "TMPDIR": str(tmp)},
                 pass_fds=(theirs.fileno(), self.control.fd),
             )
         theirs.close()
