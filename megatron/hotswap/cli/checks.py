@@ -195,13 +195,13 @@ def flags_added_here(argv: Sequence[str]) -> list[str]:
 
 
 def lease_for_shared_cores(argv: Sequence[str], ranks: int) -> list[str]:
-    """A longer lease where virtual nodes have fewer cores than ranks and the user has not chosen one.
+    """A longer lease where virtual nodes have no more cores than ranks and the user has not chosen one.
 
     Seen on two cores with four ranks, while each of them started the process that writes its checkpoint: single threads waited up to
     3.3 s for their turn.
     """
     chosen = any(word == "--hot-swap-lease-s" or word.startswith("--hot-swap-lease-s=") for word in argv)
-    return [] if chosen or ranks <= len(os.sched_getaffinity(0)) else ["--hot-swap-lease-s", str(_LEASE_ON_SHARED_CORES_S)]
+    return [] if chosen or ranks < len(os.sched_getaffinity(0)) else ["--hot-swap-lease-s", str(_LEASE_ON_SHARED_CORES_S)]
 
 
 def check_data(prefix: str) -> None:
