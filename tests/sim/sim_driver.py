@@ -26,10 +26,6 @@ from megatron.hotswap.topology.grid import Grid
 
 TIME_MAX_S = 600.0
 TICK_S = 0.1
-#: A coordinator may stand still for longer than a lease (1.6 s) and come back before the agents have lost patience (three of them).
-PAUSE_MAX_S = 2.5
-#: How long it takes then until what waits is read: other threads of it did not get their turn either.
-READING_MAX_S = 1.5
 FAULTS = ("kill", "kill", "power", "freeze", "freeze-short", "cut", "worker", "link", "rot", "rot")
 
 
@@ -49,6 +45,11 @@ class Outcome:
 
 class World:
     """The job under simulation."""
+
+    #: A coordinator may stand still for longer than a lease (1.6 s) and come back before the agents have lost patience (three of them).
+    PAUSE_MAX_S = 2.5
+    #: How long it takes then until what waits is read: other threads of it did not get their turn either.
+    READING_MAX_S = 1.5
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -135,9 +136,9 @@ class World:
     def stand_still(self) -> None:
         """The coordinator does not get its turn for a while; then its timer goes off before it reads what has come meanwhile."""
         if self.control.exit_code is None:
-            pause = self._weather.choice([0.3, 0.5, PAUSE_MAX_S]) * self._weather.random()
+            pause = self._weather.choice([0.3, 0.5, self.PAUSE_MAX_S]) * self._weather.random()
             self._stands_until = self.clock.now + pause
-            self._reads_at = self._stands_until + self._weather.uniform(0.01, READING_MAX_S)
+            self._reads_at = self._stands_until + self._weather.uniform(0.01, self.READING_MAX_S)
             self.clock.after(self._reads_at - self.clock.now, self._read_on)
 
     def _read_on(self) -> None:

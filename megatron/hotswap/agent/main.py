@@ -51,7 +51,7 @@ class Agent:
         place: environment.AgentEnvironment,
         command: Sequence[str],
         worker_env: dict[str, str],
-        tmp: Path,
+        tmp: str,
     ) -> None:
         self.config = config
         self.place = place
@@ -120,8 +120,10 @@ class Agent:
             "node": self.place.node,
             "workers": self.place.workers,
             "address": self._interface,
+            "agent_pid": os.getpid(),
+            "tmp": self._tmp,
         }
-        worker = WorkerProcess(index, self._command, log, place, self._worker_env, self._tmp)
+        worker = WorkerProcess(index, self._command, log, place, self._worker_env)
         self._workers.append(worker)
         worker.link.sock.setblocking(False)
         asyncio.get_running_loop().add_reader(worker.link.sock, self._from_worker, worker)
@@ -454,7 +456,7 @@ def run_agent(config: HotSwapConfig, command: Sequence[str], worker_env: dict[st
     Path(config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
     try:
         with Scratch() as scratch:
-            return asyncio.run(Agent(config, place, command, worker_env, scratch.path).run())
+            return asyncio.run(Agent(config, place, command, worker_env, str(scratch.path)).run())
     except HotSwapError as failure:
         print(f"deadpool: {failure}", file=sys.stderr)
         return 2

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import getpass
 import os
 import shutil
 import tempfile
@@ -43,16 +42,6 @@ class Scratch:
     def __exit__(self, *failure: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
-
-
-def compile_cache() -> dict[str, str]:
-    """Where torch's compiler keeps its results without a TMPDIR of ours: the next job, and a spare, are to find them there again.
-    The user's own setting goes before it."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
-        user = f"uid_{os.getuid()}"
-    return {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")}
 
 
 def sweep() -> None:

@@ -12,16 +12,13 @@ from ..environment import WorkerEnvironment
 from ..errors import SnapshotMismatch
 from ..processes import end_in_words
 from ..snapshot.slots import OWN_SLOTS, ControlBlock, Slots
-from . import scratch
 from .local import FromWorker, Link, pair
 
 
 class WorkerProcess:
     """A child that runs the training script. It dies with its agent (PR_SET_PDEATHSIG, set by the child)."""
 
-    def __init__(
-        self, index: int, command: Sequence[str], log: Path, place: dict[str, str | int], extra_env: dict[str, str], tmp: Path
-    ) -> None:
+    def __init__(self, index: int, command: Sequence[str], log: Path, place: dict[str, str | int], extra_env: dict[str, str]) -> None:
         self.index = index
         self.rank: int | None = None
         self.control = ControlBlock.create()
@@ -34,13 +31,7 @@ class WorkerProcess:
         self.said_goodbye = False
         ours, theirs = pair()
         self.link = Link(ours, FromWorker)
-        environment = WorkerEnvironment(
-            link_fd=theirs.fileno(),
-            control_fd=self.control.fd,
-            worker=index,
-            agent_pid=os.getpid(),
-            **place,  # type: ignore[arg-type]
-        )
+        environment = WorkerEnvironment(link_fd=theirs.fileno(), control_fd=self.control.fd, worker=index, **place)  # type: ignore[arg-type]
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as out:
             self.process = subprocess.Popen(
@@ -48,7 +39,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**scratch.compile_cache(), **os.environ, **extra_env, **environment.export(), "TMPDIR": str(tmp)},
+                env={**os.environ, **extra_env, **environment.export()},
                 pass_fds=(theirs.fileno(), self.control.fd),
             )
         theirs.close()
