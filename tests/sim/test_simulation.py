@@ -214,11 +214,6 @@ def rotting_copies(world):
     world.fault_kinds, world.faults_left = ("rot", "rot", "kill"), 4
 
 
-def sound_copies(world):
-    """Weather in which no copy rots, which would hide what a wrong plan does: nobody restores then."""
-    world.fault_kinds = tuple(kind for kind in world.fault_kinds if kind != "rot")
-
-
 PLANTED = [
     (own_acknowledgement_is_enough, "guarantee 4", None),
     (no_fence, "guarantee", None),
@@ -227,7 +222,7 @@ PLANTED = [
     (same_snapshot_overwritten, "guarantee 4", None),
     (stale_acknowledgement_accepted, "guarantee 4", slow_copies_many_repeats),
     (fenced_agents_are_heard, "guarantee 1", None),
-    (newest_of_anybody, "guarantee", sound_copies),
+    (newest_of_anybody, "Violation", None),  # a wrong plan breaks whatever comes first: a guarantee, the order of sections, the ending
     (commit_not_said_again, "ending", None),
     (late_spare_is_waited_for, "ending", None),
     (one_holder_is_enough, "guarantee 4", None),
