@@ -20,8 +20,15 @@ PURE := -p megatron.hotswap.control -p megatron.hotswap.sizing -m megatron.hotsw
 demo: $(READY)
 	$(PY) tools/demo.py
 
+# In two parts, each to its end: tests that need one core share the cores, file by file; those that start jobs, measure time or look
+# for what processes leave behind run one by one. (5 is pytest's "no tests ran", as when PYTEST_ARGS chooses one of the other part.)
+TESTS := $(PY) -m pytest --session-timeout=$(TEST_BUDGET_S)
 test: $(READY)
-	$(PY) -m pytest --session-timeout=$(TEST_BUDGET_S) $(PYTEST_ARGS) tests
+	@failed=; set -x; \
+	$(TESTS) -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) tests/style tests/unit tests/sim \
+		|| [ $$? -eq 5 ] || failed="style, unit or sim"; \
+	$(TESTS) $(PYTEST_ARGS) tests/conformance tests/distributed tests/gpu || [ $$? -eq 5 ] || failed="$$failed conformance or distributed"; \
+	set +x; [ -z "$$failed" ] || { echo "make test: a test failed in: $$failed (the summaries stand above)" >&2; exit 1; }
 
 # The whole matrix of faults, phases and grids, however long it takes, after lint and types.
 test-all: lint types

@@ -5,7 +5,9 @@ Whoever starts an agent (`deadpool run`, later Slurm) tells it its place in thes
 
 from __future__ import annotations
 
+import getpass
 import os
+import tempfile
 from dataclasses import dataclass
 
 from .errors import UsageError
@@ -44,6 +46,8 @@ class WorkerEnvironment:
     worker: int
     workers: int
     address: str  # of this node, where peers reach what the worker serves
+    agent_pid: int
+    tmp: str  # where temporary files belong (agent/scratch.py)
 
     def export(self) -> dict[str, str]:
         """The variables that say this."""
@@ -56,7 +60,21 @@ class WorkerEnvironment:
             "DEADPOOL_WORKER": str(self.worker),
             "DEADPOOL_WORKERS": str(self.workers),
             "DEADPOOL_ADDRESS": self.address,
+            "DEADPOOL_AGENT_PID": str(self.agent_pid),
+            "TMPDIR": self.tmp,
+            "TORCHINDUCTOR_CACHE_DIR": _compile_cache(),
         }
+
+
+def _compile_cache() -> str:
+    """Where torch's compiler keeps its results. By default that is below TMPDIR, but they are to outlive a worker: the next job, and a
+    spare, are to find them."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = f"uid_{os.getuid()}"
+    usual = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", usual)
 
 
 def agent() -> AgentEnvironment:
@@ -108,6 +126,8 @@ def worker() -> WorkerEnvironment:
         int(env["DEADPOOL_WORKER"]),
         int(env["DEADPOOL_WORKERS"]),
         env["DEADPOOL_ADDRESS"],
+        int(env["DEADPOOL_AGENT_PID"]),
+        env["TMPDIR"],
     )
     for fd in (place.link_fd, place.control_fd):
         os.set_inheritable(fd, False)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, however that dies."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies, however that dies.
+
+    Args:
+        parent: its process id, where this process is to end at once if that has died already. (Process 1 as a parent says nothing:
+            in a container the parent itself may be process 1.)
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(3)
 
 
 def end_in_words(status: int) -> str:

@@ -46,7 +46,7 @@ class GridCase:
 GRIDS = {
     case.name: case
     for case in (
-        GridCase("tp2-dp2", 2, 2, "--tensor-model-parallel-size 2 --use-distributed-optimizer"),
+        GridCase("tp2-dp2", 4, 1, "--tensor-model-parallel-size 2 --use-distributed-optimizer"),
         GridCase("pp2-dp2", 4, 1, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
         GridCase(
             "tp2-pp2-dp2",
@@ -76,6 +76,10 @@ GRIDS = {
         GridCase("no-distributed-optimizer", 4, 1, "--tensor-model-parallel-size 2"),
     )
 }
+
+
+#: The first grid on nodes of two ranks each: the same job, so its steps are the same bits.
+BY_TWO = GridCase("tp2-dp2 by two", 2, 2, GRIDS["tp2-dp2"].flags)
 
 
 @dataclass(frozen=True)

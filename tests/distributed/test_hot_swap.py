@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cpu_job
 import psutil
 import pytest
-from hot_swap_job import GRIDS, PHASES, Fault, GridCase, argv, events, run_job, schedule, steps, validation_losses
+from hot_swap_job import BY_TWO, EVERY, GRIDS, PHASES, Fault, GridCase, argv, events, run_job, schedule, steps, validation_losses
 
 from megatron.hotswap.coordinator.service import Coordinator, Scheduled
 
@@ -34,48 +37,64 @@ def faults_of(index: int, name: str) -> list[Fault]:
     return [every[(index * 4 + i * 5) % len(every)] for i in range(4)]
 
 
-def own_shared_memory() -> set[str]:
-    """What this user has in /dev/shm: others may come and go."""
-    return {entry.name for entry in os.scandir("/dev/shm") if entry.stat(follow_symlinks=False).st_uid == os.getuid()}
+@dataclass(frozen=True)
+class Reference:
+    """An undisturbed job of one grid."""
+
+    run_dir: Path
+    faults: list[Fault]
+    planned: list[Scheduled]
+    iterations: int
+
+    def steps(self, first: int = 0, last: int | None = None) -> list[tuple[Any, ...]]:
+        """Some of its steps. A shorter job, and one with other nodes, has the same (hot_swap_job.argv)."""
+        return steps(self.run_dir)[first:last]
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    """No process, and nothing in /dev/shm, outlives a test."""
-    shared = own_shared_memory()
-    yield
-    left = [p.cmdline() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    assert not [c for c in left if "megatron.hotswap" in " ".join(c)]
-    assert own_shared_memory() <= shared
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """The undisturbed job of a grid, run once for all tests that compare with it: a job costs half a minute."""
+    made: dict[str, Reference] = {}
+
+    def reference_of(name: str) -> Reference:
+        if name not in made:
+            case, faults = GRIDS[name], faults_of(list(GRIDS).index(name), name)
+            planned, iterations = schedule(faults, case.world_size)
+            folder = tmp_path_factory.mktemp("reference")
+            assert run_job(case, folder / "run", argv(case, iterations, folder / "checkpoints"))["exit_code"] == 0
+            made[name] = Reference(folder / "run", faults, planned, iterations)
+        return made[name]
+
+    return reference_of
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_every_step_is_that_of_an_undisturbed_run(name: str, tmp_path: Path) -> None:
-    case = GRIDS[name]
-    faults = faults_of(list(GRIDS).index(name), name)
-    planned, iterations = schedule(faults, case.world_size)
-    run_job(case, tmp_path / "reference", argv(case, iterations, tmp_path / "checkpoints"))
-    summary = run_job(case, tmp_path / "disturbed", argv(case, iterations, tmp_path / "others"), spares=1, faults=planned)
+def test_every_step_is_that_of_an_undisturbed_run(
+    name: str, tmp_path: Path, reference_of: Callable[[str], Reference]
+) -> None:
+    case, reference = GRIDS[name], reference_of(name)
+    command = argv(case, reference.iterations, tmp_path / "checkpoints")
+    summary = run_job(case, tmp_path / "disturbed", command, spares=1, faults=reference.planned)
     assert summary["exit_code"] == 0, summary["ended"]
-    assert len(summary["recoveries"]) == len(faults)
-    for fault, recovery in zip(faults, summary["recoveries"], strict=True):
+    assert len(summary["recoveries"]) == len(reference.faults)
+    for fault, recovery in zip(reference.faults, summary["recoveries"], strict=True):
         assert recovery["kind"] == "swap" and len(recovery["nodes_lost"]) == 1
         assert recovery["steps_rerun"] <= 1, (fault, recovery)
-    assert steps(tmp_path / "disturbed") == steps(tmp_path / "reference")
-    assert len(steps(tmp_path / "disturbed")) == iterations
-    evaluated = validation_losses(tmp_path / "reference")
+    assert steps(tmp_path / "disturbed") == reference.steps()
+    assert len(steps(tmp_path / "disturbed")) == reference.iterations
+    evaluated = validation_losses(reference.run_dir)
     assert evaluated and validation_losses(tmp_path / "disturbed") == evaluated
     assert not events(tmp_path / "disturbed", "skipped")
 
 
-def test_agents_and_workers_lost_alone(tmp_path: Path) -> None:
+def test_agents_and_workers_lost_alone(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
     """The loss of one process on a living node, in whatever way, ends in the same state as the loss of the node: an agent takes its
     node along, a worker is started again on it and reads the agent's slots, a broken collective costs no process.
 
     The last two strike at one moment: one rank hangs, one on the other node keeps Python's lock, so nobody but the collectives'
     timeout notices, and both are found by not answering the halt.
     """
-    case = GRIDS["tp2-dp2"]
+    case = BY_TWO
     expected = [("kill", "agent", "swap"), ("freeze", "agent", "swap"), ("kill", "worker", "respawn"), ("freeze", "worker", "respawn")]
     expected += [(fault, "worker", "respawn") for fault in ("segv", "exit", "oom")] + [("fail-collective", "worker", "reset")]
     planned = [
@@ -86,7 +105,6 @@ def test_agents_and_workers_lost_alone(tmp_path: Path) -> None:
     planned += [Scheduled("hang", "worker", 2, last, "grad-sync"), Scheduled("spin", "worker", 1, last, "forward")]
     deadlines = "--hot-swap-collective-timeout-s 8 --hot-swap-halt-timeout-s 9 --hot-swap-respawn-window-s 0.1"
     command = [*argv(case, last + 2, None), *deadlines.split()]
-    run_job(case, tmp_path / "reference", command)
     summary = run_job(case, tmp_path / "disturbed", command, spares=1, faults=planned)
     assert summary["exit_code"] == 0, summary["ended"]
     assert [r["kind"] for r in summary["recoveries"]] == [*(kind for *_, kind in expected), "respawn"]
@@ -95,7 +113,7 @@ def test_agents_and_workers_lost_alone(tmp_path: Path) -> None:
     # A process that was started again has fetched nothing: what it needs is on its node.
     fetched = [p["fetch"] for p, r in zip(events(tmp_path / "disturbed", "plan"), summary["recoveries"], strict=True)]
     assert [bool(ranks) for ranks in fetched] == [r["kind"] == "swap" for r in summary["recoveries"]]
-    assert steps(tmp_path / "disturbed") == steps(tmp_path / "reference")
+    assert steps(tmp_path / "disturbed") == reference_of("tp2-dp2").steps(0, last + 2)
 
 
 def test_the_same_error_in_the_same_step_on_two_nodes_is_the_programs(tmp_path: Path) -> None:
@@ -109,25 +127,25 @@ def test_the_same_error_in_the_same_step_on_two_nodes_is_the_programs(tmp_path: 
     assert not events(tmp_path, "node-lost")
 
 
-def test_continuing_from_a_checkpoint(tmp_path: Path) -> None:
-    """A job that loads a checkpoint, and loses a node after that, goes on as the job that wrote it."""
-    case = GRIDS["tp2-dp2"]
+def test_continuing_from_a_checkpoint(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
+    """A job that loads a checkpoint, and loses a node after that, goes on as one that was never interrupted."""
+    case = BY_TWO
     checkpoints = tmp_path / "checkpoints"
-    run_job(case, tmp_path / "whole", argv(case, 12, checkpoints, checkpoint_format="torch_dist"))
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("6")
+    run_job(case, tmp_path / "begun", argv(case, 12, checkpoints, f"--exit-interval {EVERY}", "torch_dist"))
     planned, _ = schedule([Fault("kill", "backward")], case.world_size)
     planned[0].at_step = 9
     summary = run_job(case, tmp_path / "continued", argv(case, 12, None, f"--load {checkpoints}"), spares=1, faults=planned)
     assert summary["exit_code"] == 0 and len(summary["recoveries"]) == 1, summary
-    assert steps(tmp_path / "continued") == steps(tmp_path / "whole")[6:]
+    reference = reference_of("tp2-dp2")
+    assert steps(tmp_path / "begun") == reference.steps(0, EVERY)
+    assert steps(tmp_path / "continued") == reference.steps(EVERY, 12)
 
 
-def test_a_frozen_node_that_wakes_up_is_refused(tmp_path: Path) -> None:
+def test_a_frozen_node_that_wakes_up_is_refused(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
     """Guarantee 1: a node thought dead that comes back does no harm and ends itself."""
-    case = GRIDS["tp2-dp2"]
+    case = BY_TWO
     planned, _ = schedule([Fault("freeze", "forward")], case.world_size)
     command = argv(case, 40, None)
-    run_job(case, tmp_path / "reference", command)
     run_dir = tmp_path / "disturbed"
     woken: list[int] = []
     ghosts: list[psutil.Process] = []
@@ -145,19 +163,18 @@ def test_a_frozen_node_that_wakes_up_is_refused(tmp_path: Path) -> None:
     summary = run_job(case, run_dir, command, spares=1, faults=planned, end_lost_nodes=False, show=wake)
     assert summary["exit_code"] == 0 and woken
     assert len(summary["recoveries"]) == 1
-    assert steps(run_dir) == steps(tmp_path / "reference")
+    assert steps(run_dir) == reference_of("tp2-dp2").steps(0, 40)
     psutil.wait_procs(ghosts, timeout=30)
     assert not [p for p in ghosts if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     said = "".join(log.read_text() for log in (run_dir / "logs").glob("agent-*.log"))
     assert "was given up" in said or "the connection to the coordinator broke" in said
 
 
-def test_without_the_flag_it_is_plain_megatron(tmp_path: Path) -> None:
+def test_without_the_flag_it_is_plain_megatron(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
     """With --hot-swap absent nothing of ours runs, and with it present the losses are still those of plain Megatron."""
-    case = GRIDS["tp2-dp2"]
+    case = BY_TWO
     command = argv(case, 8, None)
     plain = cpu_job.run_job(case.world_size, " ".join(command[: command.index("--hot-swap-wait-for-spare-s")]), tmp_path / "plain")
-    run_job(case, tmp_path / "hot-swap", command)
-    ours = [(step, loss["lm loss"], norm) for step, loss, norm, _ in steps(tmp_path / "hot-swap")]
+    ours = [(step, loss["lm loss"], norm) for step, loss, norm, _ in reference_of("tp2-dp2").steps(0, 8)]
     assert ours == [(s.iteration, s.loss, s.grad_norm) for s in plain.last_rank]
     assert plain.hot_swap_modules == {"none"}

@@ -14,6 +14,7 @@ from sim_worker import FakeWorker
 from sim_world import RUN_ID, Node, Snapshot
 
 from megatron.hotswap.control import messages as m
+from megatron.hotswap.control.lease import COORDINATOR_LEASES
 from megatron.hotswap.errors import HotSwapError
 from megatron.hotswap.replication.transfer import ReplicaStore
 from megatron.hotswap.snapshot.layout import Header
@@ -62,7 +63,7 @@ class FakeAgent:
             return
         config = self.world.control.config
         heard = max(self._heard, self.node.thawed_at)  # who stood still itself reads first what waits for it
-        if self.world.clock.now - heard > config.lease_s:
+        if self.world.clock.now - heard > COORDINATOR_LEASES * config.lease_s:
             self.end()
             return
         self._sequence += 1

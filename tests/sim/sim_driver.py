@@ -52,6 +52,11 @@ class Outcome:
 class World:
     """The job under simulation."""
 
+    #: A coordinator may stand still for longer than a lease (1.6 s) and come back before the agents have lost patience (three of them).
+    PAUSE_MAX_S = 2.5
+    #: How long it takes then until what waits is read: other threads of it did not get their turn either.
+    READING_MAX_S = 1.5
+
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.clock = Clock(rng)
@@ -104,6 +109,10 @@ class World:
         self.faults_left = rng.choice([1, 1, 2, 2, 3, 4])
         self.moments: list[list[Any]] = []  # [kind of message, how many of it until a fault strikes]
         self._lives = 0
+        self._weather = random.Random(f"pauses {seed}")  # a stream of its own: with pauses or without, the rest of a seed is the same
+        self.pauses = self._weather.random() < 0.3
+        self._stands_until = self._reads_at = 0.0
+        self._unread: list[tuple[str, Any]] = []
         for index in range(nodes + spares):
             self.start_node(f"node{index}", self.clock.about(0.1))
         for _ in range(rng.randint(0, 1)):
@@ -135,7 +144,24 @@ class World:
 
     # ---- the coordinator
 
+    def stand_still(self) -> None:
+        """The coordinator does not get its turn for a while; then its timer goes off before it reads what has come meanwhile."""
+        if self.control.exit_code is None:
+            pause = self._weather.choice([0.3, 0.5, self.PAUSE_MAX_S]) * self._weather.random()
+            self._stands_until = self.clock.now + pause
+            self._reads_at = self._stands_until + self._weather.uniform(0.01, self.READING_MAX_S)
+            self.clock.after(self._reads_at - self.clock.now, self._read_on)
+
+    def _read_on(self) -> None:
+        unread, self._unread = self._unread, []
+        for arrived in unread:
+            self._from_agent(arrived)
+        self.clock.after(self._weather.choice([0.0, 0.5, 2.0]), self.stand_still)
+
     def _from_agent(self, arrived: tuple[str, Any]) -> None:
+        if self.clock.now < self._reads_at:
+            self._unread.append(arrived)
+            return
         incarnation, event = arrived
         before = self.checkers.before_event(incarnation)
         self._decided(self.control.handle(incarnation, event, self.clock.now))
@@ -145,6 +171,12 @@ class World:
 
     def tick(self) -> None:
         """The coordinator's timer."""
+        if self.clock.now < self._stands_until:
+            self.clock.after(self._stands_until - self.clock.now, self.tick)
+            return
+        if self.clock.now < self._reads_at and self.control.lease.doubtful(self.control.agents.values(), self.clock.now):
+            self.clock.after(self._reads_at - self.clock.now, self.tick)  # as the service does: it makes sure first that it hears
+            return
         self._decided(self.control.tick(self.clock.now))
         if self.control.exit_code is None:
             self.clock.after(TICK_S, self.tick)
@@ -294,6 +326,8 @@ class World:
     def run(self) -> None:
         """Until the job is over, and then a little."""
         self.tick()
+        if self.pauses:
+            self.stand_still()
         while self.clock.now < TIME_MAX_S and self.control.exit_code is None:
             if not self.clock.step():
                 break

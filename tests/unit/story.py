@@ -56,10 +56,10 @@ class Story:
         self.control = Control(ControlConfig(RUN_ID, TOKEN, grid, int(nodes), int(spares), replicas=int(replicas)))
 
     def do_time(self, now: str) -> list[Any]:
-        """Time passes, the living agents' heartbeats are heard; the coordinator's timer goes off every half second."""
+        """Time passes, the living agents' heartbeats are heard; the coordinator's timer goes off every quarter of a second."""
         out: list[Any] = []
         while self.now < float(now):
-            self.now = min(float(now), self.now + 0.5)
+            self.now = min(float(now), self.now + 0.25)
             for agent in list(self.control.agents.values()):
                 if agent.incarnation not in self.silent:
                     self._handle(agent.incarnation, m.Heartbeat(0))

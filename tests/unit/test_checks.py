@@ -196,3 +196,11 @@ def test_a_port_in_use_is_refused(tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{port}"):
             asyncio.run(run(launch(tmp_path, port=port)))
+
+
+def test_where_ranks_share_cores_the_lease_is_longer_unless_the_user_chose_one(monkeypatch):
+    monkeypatch.setattr(checks.os, "sched_getaffinity", lambda pid: {0, 1})
+    assert checks.lease_for_shared_cores([], 1) == []
+    assert checks.lease_for_shared_cores([], 2) == ["--hot-swap-lease-s", "10"]
+    assert checks.lease_for_shared_cores(["--hot-swap-lease-s", "3"], 4) == []
+    assert checks.lease_for_shared_cores(["--hot-swap-lease-s=3"], 4) == []

@@ -184,6 +184,8 @@ def session(monkeypatch):
         link_fd=theirs.detach(),
         control_fd=control.fd,
         address="127.0.0.1",
+        agent_pid=os.getpid(),
+        tmp="/tmp",
     )
     # At the end the link closes, and a worker whose agent is gone ends its process: here only its thread ends.
     monkeypatch.setattr(session_module, "end_process", lambda code, reason: None)

@@ -21,6 +21,7 @@ import msgspec
 from .. import environment
 from ..config import HotSwapConfig
 from ..control import messages as m
+from ..control.lease import COORDINATOR_LEASES, Listener
 from ..coordinator import wire
 from ..errors import Fenced, HotSwapError, SnapshotMismatch, UsageError
 from ..replication.transfer import ReplicaStore
@@ -32,6 +33,7 @@ from .domain import failure_domain
 from .inject import strike
 from .lives import Lives
 from .replicator import Replicator, free_slot, own_slot_of
+from .scratch import Scratch
 from .worker_process import WorkerProcess
 
 
@@ -44,12 +46,14 @@ class Agent:
         place: environment.AgentEnvironment,
         command: Sequence[str],
         worker_env: dict[str, str],
+        tmp: str,
     ) -> None:
         self.config = config
         self.place = place
         self.incarnation = f"{place.node}-{uuid.uuid4().hex[:8]}"
         self._command = list(command)
         self._worker_env = worker_env
+        self._tmp = tmp
         self._interface = config.interface or _address_towards(place.coordinator)
         self._outbox: asyncio.Queue[m.FromAgent] = asyncio.Queue()
         self._lives = Lives(self._from_worker, self._worker_lost, lambda: self._lease_s)
@@ -64,6 +68,7 @@ class Agent:
         self._armed: list[m.Injection] = []
         self._heard_s = 0.0
         self._lease_s = config.lease_s
+        self._listener = Listener(COORDINATOR_LEASES * config.lease_s, config.heartbeat_interval_s, turn_s=config.heartbeat_interval_s)
         self._exit: asyncio.Future[int] | None = None
         self._release_after: frozenset[int] | None = None  # replicas to keep once the new membership has committed
 
@@ -109,6 +114,8 @@ class Agent:
             "node": self.place.node,
             "workers": self.place.workers,
             "address": self._interface,
+            "agent_pid": os.getpid(),
+            "tmp": self._tmp,
         }
         self._lives.add(WorkerProcess(index, self._command, log, place, self._worker_env))
 
@@ -177,14 +184,9 @@ class Agent:
             self._say(m.Heartbeat(sequence))
             # Should this loop stand still for half a lease, the log is to show where: a node that falls silent cannot be asked.
             faulthandler.dump_traceback_later(self._lease_s / 2)
-            before = loop.time()
             await asyncio.sleep(self.config.heartbeat_interval_s)
-            pause = loop.time() - before - self.config.heartbeat_interval_s
-            if pause > self.config.heartbeat_interval_s:
-                # This process stood still itself. If it was given up meanwhile, the refusal waits to be read: read first.
-                self._heard_s += pause
-            if loop.time() - self._heard_s > self._lease_s:
-                raise Fenced(f"the coordinator was silent for longer than the lease of {self._lease_s} s")
+            if self._listener.look({"coordinator": self._heard_s}, loop.time()):
+                raise Fenced(f"the coordinator was silent for longer than {COORDINATOR_LEASES} leases of {self._lease_s} s")
 
     def _obey(self, message: Any) -> None:
         orders: dict[type, Callable[[Any], None]] = {
@@ -206,6 +208,7 @@ class Agent:
 
     def _welcome(self, message: m.Welcome) -> None:
         self._lease_s = message.lease_s
+        self._listener.lease_s = COORDINATOR_LEASES * message.lease_s
 
     def _refused(self, message: m.Refused) -> None:
         raise Fenced(message.reason)
@@ -443,7 +446,8 @@ def run_agent(config: HotSwapConfig, command: Sequence[str], worker_env: dict[st
     place = environment.agent()
     Path(config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
     try:
-        return asyncio.run(Agent(config, place, command, worker_env).run())
+        with Scratch() as scratch:
+            return asyncio.run(Agent(config, place, command, worker_env, str(scratch.path)).run())
     except HotSwapError as failure:
         print(f"deadpool: {failure}", file=sys.stderr)
         return 2

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config
+from ..agent.scratch import sweep
 from ..control.state import ControlConfig, Phase
 from ..coordinator.service import Coordinator, Scheduled
 from ..environment import AgentEnvironment
@@ -101,6 +102,7 @@ class VirtualNodes:
         """End whatever is left of a node: its ghosts too, frozen ones included."""
         for process in self._processes.pop(node, []):
             _kill_group(process)
+        sweep()
 
     def end(self) -> None:
         """End all nodes; none starts after this."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ..config import parse
 from ..control.state import ControlConfig
 from ..coordinator.service import Coordinator
 from ..errors import UsageError
-from .checks import describe_grid, flags_added_here, grid_of, megatron_flags
+from .checks import describe_grid, flags_added_here, grid_of, lease_for_shared_cores, megatron_flags
 from .faults import parse_scheduled
 from .launch import Launch, VirtualNodes, run
 from .show import Show, last_traceback, log_of_failure
@@ -41,6 +42,8 @@ def run_job(launch: Launch, options: RunOptions, console: Console) -> int:
     if not launch.argv and launch.script.startswith("-"):
         raise UsageError(f"the training script must come first after --, got {launch.script!r}")
     launch = replace(launch, faults=[parse_scheduled(spec, launch.world_size) for spec in options.inject])
+    longer_lease = lease_for_shared_cores(launch.argv, launch.world_size)
+    launch = replace(launch, argv=[*launch.argv, *longer_lease])
     seen: list[Coordinator] = []
     with Show(launch.run_dir, console, options.verbose, megatron_flags(launch.argv).train_iters) as show:
 
@@ -49,7 +52,7 @@ def run_job(launch: Launch, options: RunOptions, console: Console) -> int:
             show(coordinator)
 
         def started(control: ControlConfig, nodes: VirtualNodes) -> None:
-            console.print(_head(launch), markup=False, highlight=False, soft_wrap=True)
+            console.print(_head(launch, bool(longer_lease)), markup=False, highlight=False, soft_wrap=True)
             show.started(control, nodes)
 
         code = asyncio.run(run(launch, tick, started))
@@ -58,7 +61,7 @@ def run_job(launch: Launch, options: RunOptions, console: Console) -> int:
     return code
 
 
-def _head(launch: Launch) -> str:
+def _head(launch: Launch, longer_lease: bool) -> str:
     grid = grid_of(launch.argv, launch.world_size)
     hotswap = parse(launch.argv)
     spares = f"{launch.spares} spare{'' if launch.spares == 1 else 's'}"
@@ -70,6 +73,11 @@ def _head(launch: Launch) -> str:
         "spare at most "
         f"{hotswap.wait_for_spare_s:g} s",
     ]
+    if longer_lease:
+        lines.append(
+            f"  {launch.world_size} ranks share {len(os.sched_getaffinity(0))} cores, where a process may wait seconds for its turn: "
+            "hence this lease; choose another one with --hot-swap-lease-s"
+        )
     added = flags_added_here(launch.argv)
     if added:
         lines.append("  no GPU here: trains on CPUs over gloo, with " + " ".join(added))

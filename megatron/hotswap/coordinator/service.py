@@ -18,6 +18,8 @@ from . import wire
 from .recorder import Recorder
 
 _TICK_S = 0.05
+#: Far beyond any time that a process waits for its turn; deadlines must go on if gRPC itself fails.
+_HEARING_TIMEOUT_S = 30.0
 #: A scheduled fault is armed this many steps before it is due, on whoever holds the rank by then.
 _ARM_AHEAD_STEPS = 3
 
@@ -70,7 +72,7 @@ class Coordinator:
             ) from taken
         await server.start()
         self._server = server
-        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        self._ticker = asyncio.get_running_loop().create_task(self._tick(f"{host}:{bound}"))
         return f"{host}:{bound}"
 
     async def stop(self) -> None:
@@ -126,10 +128,19 @@ class Coordinator:
                 self._apply(self.control.handle(incarnation, message, time.monotonic()))
         outbox.put_nowait(None)
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            self._apply(self.control.tick(time.monotonic()))
+    async def _tick(self, address: str) -> None:
+        """Before anybody is given up for silence, this process says something to itself the way agents do: what they have said waits
+        perhaps in a thread of gRPC that does not get its turn. A late tick is a pause, which the lease forgives."""
+        async with grpc.aio.insecure_channel(address, options=wire.OPTIONS) as channel:
+            ask = channel.unary_unary(
+                f"/{wire.SERVICE}/{wire.COMMAND}", request_serializer=wire.encode, response_deserializer=wire.decode_status
+            )
+            while True:
+                await asyncio.sleep(_TICK_S)
+                if self.control.lease.doubtful(self.control.agents.values(), time.monotonic()):
+                    with contextlib.suppress(grpc.aio.AioRpcError):  # it hears nothing at all: then nothing is waited for
+                        await ask(wire.Command(self.control.config.token), timeout=_HEARING_TIMEOUT_S)
+                self._apply(self.control.tick(time.monotonic()))
 
     def _apply(self, decisions: list[Decision]) -> None:
         for decision in decisions:

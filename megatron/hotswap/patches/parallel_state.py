@@ -10,26 +10,22 @@ Replaced:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from ..topology.groups import Groups
 
 
-def create_through(groups: Groups, connect: Callable[[], Any] | None = None) -> None:
-    """Have the default group and Megatron's groups created, and remembered, by `groups`.
-
-    Args:
-        connect: gives a client of the first membership's store; None: the store that the caller hands in.
-    """
+def create_through(groups: Groups) -> None:
+    """Have the default group and Megatron's groups created, and remembered, by `groups`."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     def init_process_group(
         backend: str | None = None, *, store: Any = None, rank: int = -1, world_size: int = -1, **settings: Any
     ) -> None:
-        store = store if connect is None or groups.fake else connect()
+        if store is None and not groups.fake:
+            store, rank, world_size = next(dist.rendezvous("env://", rank, world_size))
         groups.start_world(backend or "nccl", store, rank, range(world_size))
 
     def create_group(

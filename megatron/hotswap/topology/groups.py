@@ -147,7 +147,8 @@ class Groups:
 
     def _make(self, made: Communicator, store: dist.Store) -> None:
         made.version, made.broken, made.sockets = self.version, True, frozenset()  # broken until it is complete
-        before = open_sockets()
+        connects = made.backend == "gloo" and made.may_be_kept and len(made.members) > 1  # now, and through sockets
+        before = open_sockets() if connects else frozenset()
         LEDGERS[made.name] = Ledger()
         made.group = process_group.make(
             made.name,
@@ -161,7 +162,7 @@ class Groups:
             address=self._address,
             world=made.number == _WORLD,
         )
-        if made.may_be_kept:
+        if connects:
             made.sockets = open_sockets() - before
         made.broken = False
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 
-#: (descriptor, what /proc says of it: "socket:[inode]")
-Sockets = frozenset[tuple[int, str]]
+#: (descriptor, inode)
+Sockets = frozenset[tuple[int, int]]
 
 
 def open_sockets() -> Sockets:
@@ -14,15 +15,15 @@ def open_sockets() -> Sockets:
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
+            status = os.fstat(int(name))
         except OSError:
             continue  # closed meanwhile
-        if target.startswith("socket:"):
-            found.add((int(name), target))
+        if stat.S_ISSOCK(status.st_mode):
+            found.add((int(name), status.st_ino))
     return frozenset(found)
 
 
-def shut_down(fd: int, target: str) -> None:
+def shut_down(fd: int, inode: int) -> None:
     """End all use of a TCP connection at once; the descriptor stays its owner's to close. Never a listening one: gloo, which owns
     most of them, ends the process when its listener fails."""
     try:
@@ -31,7 +32,7 @@ def shut_down(fd: int, target: str) -> None:
         return
     with socket.socket(fileno=duplicate) as sock:
         try:
-            if os.readlink(f"/proc/self/fd/{duplicate}") != target:
+            if os.fstat(duplicate).st_ino != inode:
                 return  # the number was reused meanwhile
             if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
                 return

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the script; the process ends when the agent says so, or with it."""
     place = environment.worker()
-    _die_with_parent()
+    die_with_parent(place.agent_pid)
     from .session import Session, end_process
 
     session = Session(place)
@@ -89,13 +89,6 @@ def _exit_code(end: SystemExit) -> tuple[int, str]:
     if isinstance(end.code, int):
         return end.code, "" if end.code == 0 else f"the script ended with exit code {end.code}; its log says why"
     return 1, str(end.code)
-
-
-def _die_with_parent() -> None:
-    """A worker without its agent must not go on: the kernel kills it when the agent dies, however it dies."""
-    die_with_parent()
-    if os.getppid() == 1:
-        os._exit(3)
 
 
 def _store_factory(address: str):  # type: ignore[no-untyped-def]

@@ -71,6 +71,8 @@ class Aborter:
         self._out = threading.Event()
         self._out.set()
         self._thread: threading.Thread | None = None
+        self._began_s = 0.0
+        self.out_after_s = 0.0  # from the last order to the training thread being out
         session.abort = self.begin
 
     def building_groups(self) -> None:
@@ -87,6 +89,7 @@ class Aborter:
         if version < self._session.version:
             return
         self._out.clear()
+        self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._end_groups, args=(lost,), name="deadpool-abort", daemon=True)
         self._thread.start()
 
@@ -95,20 +98,20 @@ class Aborter:
         self._out.set()
         if self._thread is None:
             return
+        self.out_after_s = time.monotonic() - self._began_s
         self._thread.join()
         self._thread = None
         if self._known is None:  # of groups that were not complete nobody knows what was ended
             self._groups.doom(None)
 
     def _end_groups(self, lost: Collection[int]) -> None:
-        began = time.monotonic()
         while not self._out.is_set():
-            patient = self._known is not None and time.monotonic() - began < _KEEP_PATIENCE_S
+            patient = self._known is not None and time.monotonic() - self._began_s < _KEEP_PATIENCE_S
             abort_device_groups([made.group for made in self._groups.doom(lost if patient else None)])
             present = open_sockets()
             ours = present - self._foreign if self._known is None else present & self._known
-            for fd, target in ours - self._groups.sound_sockets():
-                shut_down(fd, target)
+            for fd, inode in ours - self._groups.sound_sockets():
+                shut_down(fd, inode)
             self._out.wait(_SHUT_INTERVAL_S)
 
 

@@ -1,0 +1,55 @@
+"""processes.py: a child dies with its parent, also where the parent is process 1."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+_CHILD = "import sys; from megatron.hotswap.processes import die_with_parent as d; d(int(sys.argv[1])); print('lives', flush=True); input()"
+#: A parent that starts a child as an agent starts a worker, and tells its own process id.
+_PARENT = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {_CHILD!r}, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+print(os.getpid(), child.pid, child.stdout.readline().strip() or f"ended with {{child.wait()}}", flush=True)
+sys.stdin.read()
+"""
+
+
+def start(*before: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*before, sys.executable, "-c", _PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_child_lives_with_its_parent_and_is_killed_with_it():
+    parent = start()
+    _, child, said = parent.stdout.readline().split(maxsplit=2)
+    assert said.strip() == "lives"
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(child)) and psutil.Process(int(child)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_child_whose_parent_died_before_it_looked_ends():
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    child = subprocess.run([sys.executable, "-c", _CHILD, str(gone.pid)], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert (child.returncode, child.stdout) == (3, b"")
+
+
+def test_a_parent_that_is_process_1_of_a_container_is_a_parent_like_any_other():
+    namespaces = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    try:
+        allowed = subprocess.run([*namespaces, "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        allowed = False
+    if not allowed:
+        pytest.skip("this system lets nobody make a process namespace here (unshare --user --pid)")
+    parent = start(*namespaces)
+    said, _ = parent.communicate()
+    assert said.split()[0] == "1"
+    assert said.split()[2] == "lives"
