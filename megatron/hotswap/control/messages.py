@@ -175,6 +175,7 @@ class HaltReport(_Message, frozen=True):
     between_steps: bool  # halted after the end of step `done`, in logging, evaluation or saving
     own: tuple[int, ...]  # generations complete in its own slots
     store: str
+    out_s: float = 0.0  # how long it took from the order until the training thread was out
 
 
 class ReplicaReport(_Message, frozen=True):

@@ -158,6 +158,7 @@ class Recovering(Job):
         if agent.ranks.index(event.rank) in agent.due_s or (event.done is not None and event.rank in self.recovery.fresh):
             return []
         self.halt_reports[event.rank] = event
+        self.recovery.out_s = max(self.recovery.out_s, event.out_s)
         return self._try_plan(now)
 
     def _replica_report(self, incarnation: str, event: m.ReplicaReport, now: float) -> list[Decision]:

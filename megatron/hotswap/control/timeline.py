@@ -19,6 +19,7 @@ class Recovery:
     halt_sent_s: float
     respawned: dict[int, str] = field(default_factory=dict)  # rank whose process was started again -> node
     fresh: set[int] = field(default_factory=set)  # ranks whose process is new in this recovery and has no state yet
+    out_s: float = 0.0  # from the order until the last survivor's training thread was out, by its own clock
     halted_s: float | None = None
     planned_s: float | None = None
     restored: dict[int, m.Restored] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class Recovery:
             "last_heard_s": self.last_heard_s,
             "detected_s": self.detected_s,
             "halt_s": halted - self.detected_s,
+            "survivors_out_s": self.out_s,
             "plan_s": planned - halted,
             "rebuild_s": rebuild,
             "restore_s": max(restore, end - planned - rebuild),

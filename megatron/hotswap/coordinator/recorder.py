@@ -124,6 +124,8 @@ class Recorder:
             "total_s": round(sum(phases.values()) - normal, 6),
             "normal_step_s": round(normal, 6),
             "counted_from": since,
+            "survivors_out_s": round(line["survivors_out_s"], 6),
+            "groups": line["groups"],
             "steps_rerun": line["steps_rerun"],
             "bytes_restored": line["bytes_restored"],
             "generation": line["generation"],

@@ -227,6 +227,7 @@ class Recovery:
                 position.between_steps,
                 own,
                 self._store,
+                self._aborter.out_after_s,
             )
         )
 
