@@ -232,7 +232,8 @@ class Recovery:
         )
 
     def _carry_out(self, plan: local.Plan, position: Position) -> None:
-        began = time.perf_counter()
+        # A spare has had the plan while it built its model; a survivor may have looked for its groups' holders when it came.
+        began = time.perf_counter() if position.generation < 0 else self._session.plan_heard_s
         rerun = max(0, position.generation - plan.generation)
         self._session.version = plan.version
         self._session.check()

@@ -41,6 +41,7 @@ class Session:
         self.orders: queue.Queue[m.Halt | local.Plan] = queue.Queue()
         self.abort: Callable[[int, Collection[int]], None] = lambda version, lost: None  # set by worker/abort.py
         self.exposed_stall_s = 0.0  # since it was last read
+        self.plan_heard_s = 0.0  # time.perf_counter() when the last plan came
         self._replies: queue.Queue[tuple[Any, tuple[int, ...]]] = queue.Queue()
         self._ranks: queue.Queue[local.Given] = queue.Queue()
         self._armed: list[m.Injection] = []
@@ -83,6 +84,7 @@ class Session:
                 self.abort(message.version, message.lost)
                 self.orders.put(message)
         elif isinstance(message, local.Plan):
+            self.plan_heard_s = time.perf_counter()
             self.orders.put(message)
         elif isinstance(message, local.Given):
             self.rank, self.version, self.building = message.rank, message.version, message.fake
