@@ -8,6 +8,7 @@ import pytest
 
 from megatron.hotswap.agent.replicator import Replicator, own_slot_of
 from megatron.hotswap.control import messages as m
+from megatron.hotswap.errors import PeerFault
 from megatron.hotswap.replication.tcp import TcpTransport
 from megatron.hotswap.replication.transfer import ReplicaStore
 from megatron.hotswap.snapshot.layout import HEADER_BYTES
@@ -190,6 +191,44 @@ def test_after_a_halt_the_header_is_written_all_the_same():
                 break
         assert owner.worker.slots.verify(0).generation == 5
         assert owner.worker.control.get(Word.ACKNOWLEDGED) == 0
+        await owner.transport.close(), await holder.transport.close()
+
+    run(test)
+
+
+async def dies_as_it_is_stopped(*_):
+    """A transfer whose holder dies in the very moment in which it is cancelled: asyncio.gather then raises what the holder's end raised."""
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        raise PeerFault("the holder is gone") from None
+
+
+def test_a_push_whose_holder_dies_as_the_halt_stops_it_is_not_tried_again():
+    """Else it was tried for ever, and the recovery waited for it as long."""
+
+    async def test():
+        owner, holder, membership = await pair()
+        owner.transport.push = dies_as_it_is_stopped
+        owner.take(5, os.urandom(PAYLOAD), b"m")
+        owner.replicator.begin(owner.worker, membership, 5, keep=-1)
+        await asyncio.sleep(0.02)
+        owner.replicator.halt()
+        await asyncio.wait_for(owner.replicator.settled(), 5)
+        await owner.transport.close(), await holder.transport.close()
+
+    run(test)
+
+
+def test_a_fetch_that_was_stopped_reports_nothing():
+    async def test():
+        owner, holder, membership = await pair()
+        owner.transport.fetch = dies_as_it_is_stopped
+        fetching = asyncio.create_task(owner.replicator.fetch(owner.worker, plan_for(membership, 5), lambda header, size: None))
+        await asyncio.sleep(0.02)
+        fetching.cancel()
+        await asyncio.wait([fetching])
+        assert fetching.cancelled() and not owner.said
         await owner.transport.close(), await holder.transport.close()
 
     run(test)

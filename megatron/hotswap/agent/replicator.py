@@ -160,6 +160,7 @@ class Replicator:
                 await self._transport.push(holder.h2h, outgoing)
                 break
             except PeerFault as failure:
+                _go_on_unless_stopped()
                 # The holder is dying (a halt will cancel this), has not resumed yet, or refused a damaged transfer: it is sent again,
                 # and if the copy was complete then every byte of the slot is checked again.
                 failures += 1
@@ -226,8 +227,10 @@ class Replicator:
             try:
                 return await self._fetch_from(source, rank, plan, reserve)
             except SnapshotMismatch as damaged:
+                _go_on_unless_stopped()
                 self._say(m.CopyDamaged(rank, plan.generation, version, source.incarnation, str(damaged)))
             except PeerFault as gone:  # the coordinator finds out whether it is
+                _go_on_unless_stopped()
                 unreachable.append(f"{source.incarnation}: {gone}")
         if unreachable:
             text = f"generation {plan.generation} could not be fetched: {'; '.join(unreachable)}"
@@ -272,3 +275,14 @@ def free_slot(worker: WorkerProcess, generation: int) -> int:
     """The slot to fetch a generation into: that of the same generation (a damaged one), else the oldest."""
     same = [slot for slot, there in worker.generations.items() if there == generation]
     return same[0] if same else next_slot(worker.generations, keep=-1)
+
+
+def _go_on_unless_stopped() -> None:
+    """Raise CancelledError in a task that was cancelled although it got another exception.
+
+    A holder that dies in the very moment in which its halt cancels a transfer can make asyncio.gather raise the holder's error in the
+    place of the cancellation. Who then tries again would do so for ever, and a recovery waits until pushes have ended.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
