@@ -234,8 +234,10 @@ queue.submit(one(a.ctypes.data), one(b.ctypes.data), one(a.nbytes), flag.ctypes.
 
 
 WAIT_FOR_GOOD = """
+import signal
 import numpy as np
 import deadpool_ext as engine
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background is born deaf to it
 flag = np.zeros(1, np.uint64)
 print("ready", flush=True)
 engine.wait_u64_at_least(flag.ctypes.data, 1, float("inf"))
@@ -246,10 +248,13 @@ def test_ctrl_c_ends_a_wait_without_end() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", WAIT_FOR_GOOD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=PATIENCE_S)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
     assert "KeyboardInterrupt" in said
 
 
