@@ -67,6 +67,7 @@ def run_plain(run_dir: Path, ranks: int, argv: list[str], look: Callable[[int], 
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / "plain.log"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
+    torchrun += ["--log-dir", str(run_dir / "torchrun")]  # else it leaves a folder among the temporary files
     deadline = time.monotonic() + JOB_TIMEOUT_S
     with log.open("wb") as out:
         process = subprocess.Popen(
