@@ -58,6 +58,13 @@ class Side:
         if copied:
             control.set(Word.COPIED, generation + 1)
 
+    async def push_and_halt(self, membership, copied=True):
+        """Generation 5 is on its way when the membership ends."""
+        self.take(5, os.urandom(PAYLOAD), b"m", copied)
+        self.replicator.begin(self.worker, membership, 5, keep=-1)
+        await asyncio.sleep(0.02)
+        self.replicator.halt()
+
     async def replicated(self, generation):
         while self.worker.control.get(Word.ACKNOWLEDGED) < generation + 1:
             await asyncio.sleep(0.002)
@@ -180,10 +187,7 @@ def test_after_a_halt_the_header_is_written_all_the_same():
     async def test():
         owner, holder, membership = await pair()
         holder.store.frozen = True
-        owner.take(5, os.urandom(PAYLOAD), b"m", copied=False)
-        owner.replicator.begin(owner.worker, membership, 5, keep=-1)
-        await asyncio.sleep(0.02)
-        owner.replicator.halt()
+        await owner.push_and_halt(membership, copied=False)
         owner.worker.control.set(Word.COPIED, 6)
         for _ in range(1000):
             await asyncio.sleep(0.005)
@@ -210,10 +214,7 @@ def test_a_push_whose_holder_dies_as_the_halt_stops_it_is_not_tried_again():
     async def test():
         owner, holder, membership = await pair()
         owner.transport.push = dies_as_it_is_stopped
-        owner.take(5, os.urandom(PAYLOAD), b"m")
-        owner.replicator.begin(owner.worker, membership, 5, keep=-1)
-        await asyncio.sleep(0.02)
-        owner.replicator.halt()
+        await owner.push_and_halt(membership)
         await asyncio.wait_for(owner.replicator.settled(), 5)
         await owner.transport.close(), await holder.transport.close()
 

@@ -44,8 +44,8 @@ class Communicator:
 
     @property
     def name(self) -> str:
-        """That of the newest group in torch's registries."""
-        return group_name(self.version, self.number)
+        """That of the newest group in torch's registries, which want another one in each membership."""
+        return f"membership{self.version}." + ("world" if self.number == _WORLD else str(self.number))
 
     @property
     def may_be_kept(self) -> bool:
@@ -67,11 +67,6 @@ class Rebuilt:
     made: int
     references: int  # replaced
     reasons: dict[str, str] = field(default_factory=dict)  # of groups without a replaced member that were not kept: name -> why
-
-
-def group_name(version: int, number: int) -> str:
-    """How a group is registered with torch, which wants another name in each membership."""
-    return f"membership{version}." + ("world" if number == _WORLD else str(number))
 
 
 class Groups:
@@ -219,7 +214,7 @@ class Groups:
         self._require_known()
         self.fake = False
         verdicts = self._agree(store, set(replaced)) if self._selective else {}
-        kept = [made for made in self._mine if self._keeps(made, verdicts)]
+        kept = [made for made in self._mine if self._selective and _keeps(made, verdicts)]
         renewed = [made for made in self._all if made not in kept]
         for made in renewed:
             made.broken = True
@@ -243,7 +238,10 @@ class Groups:
         old = [made.held for made in renewed if made.held is not made.group]
         if not old:
             return 0
-        holders, self._holders = self._holders or Holders([made.held for made in self._all]), None
+        if self._holders is None:
+            self.find_holders()
+        assert self._holders is not None
+        holders, self._holders = self._holders, None
         references = holders.replace({id(made.held): made.group for made in renewed})
         del holders
         for made in renewed:
@@ -251,13 +249,6 @@ class Groups:
         if self._check and (left := who_holds(old)):
             raise HotSwapError(f"{len(left)} references to process groups of the membership before are left: {'; '.join(left[:20])}")
         return references
-
-    def _keeps(self, made: Communicator, verdicts: dict[int, str | None]) -> bool:
-        if not self._selective:
-            return False
-        if len(made.members) == 1:
-            return made.counts.idle
-        return made.number in verdicts and verdicts[made.number] is None
 
     def _agree(self, store: dist.Store, replaced: set[int]) -> dict[int, str | None]:
         """Find with the other members of each group whether to keep it: the first one compares what all have counted.
@@ -294,6 +285,12 @@ class Groups:
                 f"process groups {foreign} were not created through Megatron's parallel_state, so they cannot be rebuilt; create "
                 "groups with megatron.core.parallel_state.create_group during initialize_model_parallel"
             )
+
+
+def _keeps(made: Communicator, verdicts: dict[int, str | None]) -> bool:
+    if len(made.members) == 1:
+        return made.counts.idle
+    return made.number in verdicts and verdicts[made.number] is None
 
 
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Counts)

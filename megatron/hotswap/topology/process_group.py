@@ -50,8 +50,9 @@ def make(
     """
     mapping = {member: i for i, member in enumerate(members)}
     if backend == "gloo":
-        group = _make_gloo(name, mapping[rank], len(members), store, timeout, description, address)
-        _register(group, name, backend, store, mapping)
+        prefixed = dist.PrefixStore(f"{name}/", store)
+        gloo = _gloo_backend(mapping[rank], len(members), dist.PrefixStore("cpu/", prefixed), timeout, address)
+        group = _assemble(name, mapping, rank, backend, prefixed, gloo, dist.ProcessGroup.BackendType.GLOO, description)
     else:
         group, _ = c10d._new_process_group_helper(
             len(members),
@@ -75,15 +76,8 @@ def make_stand_in(
 ) -> dist.ProcessGroup:
     """A group that never communicates (torch's fake backend), for the devices that `backend` serves. `graft` makes it a real one."""
     mapping = {member: i for i, member in enumerate(members)}
-    store = dist.HashStore()
-    group = dist.ProcessGroup(store, mapping[rank], len(members))
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     fake = FakeProcessGroup._create_internal(mapping[rank], len(members))
-    for device in c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map():
-        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, fake)
-    group._set_group_name(name)
-    group._set_group_desc(description or "undefined")
-    _register(group, name, backend, store, mapping)
+    group = _assemble(name, mapping, rank, backend, dist.HashStore(), fake, dist.ProcessGroup.BackendType.CUSTOM, description)
     if world:
         c10d._update_default_pg(group)
     return group
@@ -110,17 +104,26 @@ def graft(stand_in: dist.ProcessGroup, real: dist.ProcessGroup) -> None:
         c10d._update_default_pg(stand_in)
 
 
+def _assemble(
+    name: str, mapping: dict[int, int], rank: int, backend: str, store: dist.Store, served_by: Any, kind: Any, description: str | None
+) -> dist.ProcessGroup:
+    """A process group for all devices of `backend`, each served by `served_by`, in torch's registries."""
+    group = dist.ProcessGroup(store, mapping[rank], len(mapping))
+    group._set_default_backend(kind)
+    for device in c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map():
+        group._register_backend(torch.device(device), kind, served_by)
+    group._set_group_name(name)
+    group._set_group_desc(description or "undefined")
+    _register(group, name, backend, store, mapping)
+    return group
+
+
 def _register(group: dist.ProcessGroup, name: str, backend: str, store: dist.Store, mapping: dict[int, int]) -> None:
     config = str(c10d.BackendConfig(c10d.Backend(backend)))
-    c10d._register_pg_in_world(
-        group, backend, dist.PrefixStore(f"{name}/", store), name, config, rank_mapping=mapping, add_to_default_tag=True
-    )
+    c10d._register_pg_in_world(group, backend, store, name, config, rank_mapping=mapping, add_to_default_tag=True)
 
 
-def _make_gloo(
-    name: str, rank: int, size: int, store: dist.Store, timeout: timedelta, description: str | None, address: str | None
-) -> dist.ProcessGroup:
-    prefixed = dist.PrefixStore(f"{name}/", store)
+def _gloo_backend(rank: int, size: int, store: dist.Store, timeout: timedelta, address: str | None) -> Any:
     options = dist.ProcessGroupGloo._Options()
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     # Small groups share a device, which is a thread and a listening socket. Lazy ones cannot: with two groups on one lazy device
@@ -128,15 +131,9 @@ def _make_gloo(
     lazy = size > EAGER_MEMBERS_MAX
     options._devices = [_gloo_device(interfaces, address, lazy=True) if lazy else _shared_gloo_device(interfaces, address)]
     options._timeout = timeout
-    group = dist.ProcessGroup(prefixed, rank, size)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    backend = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", prefixed), rank, size, options)
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
     backend._set_sequence_number_for_group()
-    for device in c10d.BackendConfig(c10d.Backend("gloo")).get_device_backend_map():
-        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_group_name(name)
-    group._set_group_desc(description or "undefined")
-    return group
+    return backend
 
 
 @functools.cache

@@ -31,7 +31,6 @@ class Holders:
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
-        self._objects = objects
         found = _holders(objects)
         self._changeable = [holder for holder in found if not isinstance(holder, tuple)]
         # A tuple cannot change: a new one is put where the old one is held.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -246,50 +246,36 @@ def guard_groups(session: Session, on_device: bool) -> None:
             begin. Else (gloo) a collective's wait ends with the membership too.
     """
     _GUARD.session, _GUARD.on_device = session, on_device
-    for names, guarded in ((_COLLECTIVES, _collective), (("send",), _send), (("recv",), _receive)):
+    messages = ((("send",), _count_send, False), (("recv",), _count_receive, False))
+    for names, count, sliced in ((_COLLECTIVES, _count_collective, True), *messages):
         for name in names:
             original = getattr(dist.ProcessGroup, name, None)
             if original is not None:
-                setattr(dist.ProcessGroup, name, guarded(original))
+                setattr(dist.ProcessGroup, name, _guarded(original, count, sliced))
 
 
-def _ledger(group: Any) -> Ledger | None:
-    if _GUARD.session is not None:
-        _GUARD.session.check()
-    return LEDGERS.get(group.group_name)
-
-
-def _counted(work: Any, group: Any, ledger: Ledger | None, sliced: bool) -> Any:
-    if _GUARD.on_device or ledger is None or work is None or isinstance(work, bool):
-        return work
-    return _Work(work, group, ledger, sliced)
-
-
-def _collective(original: Any) -> Any:
-    def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-        ledger = _ledger(group)
+def _guarded(original: Any, count: Callable[[Ledger, tuple[Any, ...]], None], sliced: bool) -> Any:
+    def begun(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if _GUARD.session is not None:
+            _GUARD.session.check()
+        ledger = LEDGERS.get(group.group_name)
         if ledger is not None:
-            ledger.collectives += 1
-        return _counted(original(group, *args, **kwargs), group, ledger, sliced=True)
+            count(ledger, args)
+        work = original(group, *args, **kwargs)
+        if _GUARD.on_device or ledger is None or work is None or isinstance(work, bool):
+            return work
+        return _Work(work, group, ledger, sliced)
 
-    return collective
-
-
-def _send(original: Any) -> Any:
-    def send(group: Any, tensors: Any, to: int, tag: int) -> Any:
-        ledger = _ledger(group)
-        if ledger is not None:
-            ledger.sent[to] = ledger.sent.get(to, 0) + 1
-        return _counted(original(group, tensors, to, tag), group, ledger, sliced=False)
-
-    return send
+    return begun
 
 
-def _receive(original: Any) -> Any:
-    def receive(group: Any, tensors: Any, source: int, tag: int) -> Any:
-        ledger = _ledger(group)
-        if ledger is not None:
-            ledger.received[source] = ledger.received.get(source, 0) + 1
-        return _counted(original(group, tensors, source, tag), group, ledger, sliced=False)
+def _count_collective(ledger: Ledger, args: tuple[Any, ...]) -> None:
+    ledger.collectives += 1
 
-    return receive
+
+def _count_send(ledger: Ledger, args: tuple[Any, ...]) -> None:
+    ledger.sent[args[1]] = ledger.sent.get(args[1], 0) + 1  # (tensors, to, tag)
+
+
+def _count_receive(ledger: Ledger, args: tuple[Any, ...]) -> None:
+    ledger.received[args[1]] = ledger.received.get(args[1], 0) + 1  # (tensors, source, tag)
