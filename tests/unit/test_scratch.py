@@ -78,3 +78,18 @@ def test_sockets_of_multiprocessing_fit_however_long_the_usual_folder_is(base, m
     monkeypatch.setattr(tempfile, "tempdir", None)
     with Scratch() as scratch:
         assert len(os.fsencode(scratch.path / "pymp-12345678/listener-12345678")) <= 107
+
+
+def test_a_folder_that_is_swept_away_before_it_is_locked_is_made_again(monkeypatch):
+    """Agents of a job start together, and each sweeps first."""
+    real, made = tempfile.mkdtemp, []
+
+    def swept_once(**where):
+        made.append(real(**where))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", swept_once)
+    with Scratch() as mine:
+        assert str(mine.path) == made[1] and mine.path.is_dir()

@@ -29,12 +29,15 @@ class Scratch:
         sweep()
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):  # somebody swept it away before the lock was held
-                (self.path / _MARK).touch()
-                return
-            os.close(self._lock)
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                    (self.path / _MARK).touch()
+                    return
+                except FileNotFoundError:
+                    os.close(self._lock)
+                    raise
 
     def __enter__(self) -> Scratch:
         return self
