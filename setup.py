@@ -54,7 +54,7 @@ def find_cuda_toolkit() -> CudaToolkit | str:
 
 
 def engine() -> Pybind11Extension:
-    names = ["bindings", "copy_queue", "crc32c", "crc32c_arm", "crc32c_x86", "memory", "referrers", "socket_io"]
+    names = ["bindings", "copy_queue", "crc32c", "crc32c_arm", "crc32c_x86", "memory", "referrers", "rendezvous", "socket_io"]
     return Pybind11Extension(
         "deadpool_ext._engine",
         [f"csrc/{name}.cpp" for name in names],

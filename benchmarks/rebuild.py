@@ -29,12 +29,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.hotswap.patches.parallel_state import create_through
 from megatron.hotswap.topology.groups import Groups
+from megatron.hotswap.topology.rendezvous import Rendezvous, RendezvousStore
 
 MODES = ("stock", "all", "selective")
 ADDRESS = "127.0.0.1"
@@ -98,10 +100,10 @@ class Rank:
         self.groups.start_world("gloo", store, self.rank, range(self.world))
         self.initialize()
 
-    def prepare(self, mode: str, port: int) -> float | None:
+    def prepare(self, mode: str, stores: tuple[int, str]) -> float | None:
         """The state before the order; a survivor's processor time for what it does beforehand."""
         self.version += 1
-        store = connect(port, self.version)
+        store = self.connect(mode, stores)
         if mode == "stock":
             self.forget()
             parallel_state.create_group, dist.init_process_group = self._stock
@@ -114,11 +116,20 @@ class Rank:
         self.groups.find_holders()  # a survivor does this while the spare builds
         return time.process_time() - began
 
-    def order(self, mode: str, port: int, counted: bool) -> dict[str, Any]:
+    def connect(self, mode: str, stores: tuple[int, str]) -> dist.Store:
+        """A client of the store: torch's where torch makes the groups. Each membership has its keys to itself."""
+        port, address = stores
+        if mode == "stock":
+            self.client: dist.Store = dist.TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        else:
+            self.client = RendezvousStore(address, TIMEOUT)
+        return dist.PrefixStore(f"membership{self.version}", self.client)
+
+    def order(self, mode: str, stores: tuple[int, str], counted: bool) -> dict[str, Any]:
         """Make the groups."""
         began_cpu = time.process_time()
         self.version += 1
-        store: dist.Store = connect(port, self.version)
+        store = self.connect(mode, stores)
         if counted:
             store = CountingStore(store)
         kept, made = 0, 0
@@ -140,12 +151,6 @@ class Rank:
             dist.all_reduce(value, group=group)
             assert value.item() == dist.get_world_size(group), "a kept or rebuilt group does not work"
         return {"done": done, "used": time.monotonic(), "cpu_s": done_cpu - began_cpu, "operations": operations, "kept": kept, "made": made}
-
-
-def connect(port: int, version: int) -> dist.Store:
-    """This process's client of the store."""
-    client = dist.TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-    return dist.PrefixStore(f"membership{version}", client)
 
 
 def serve(rank: int, world: int, link: Connection) -> None:
@@ -190,9 +195,9 @@ class World:
         """One loss, one rebuild."""
         store = StoreProcess()
         try:
-            prepared = self.all("prepare", mode, store.port)
+            prepared = self.all("prepare", mode, store.addresses)
             began = time.monotonic()
-            answers = self.all("order", mode, store.port, counted)
+            answers = self.all("order", mode, store.addresses, counted)
         finally:
             store.end()
         survivors = [a for rank, a in enumerate(answers) if rank not in LOST]
@@ -217,20 +222,25 @@ class World:
 
 
 class StoreProcess:
-    """The rendezvous store of a round, in a process of its own: its clients end with it."""
+    """The rendezvous stores of a round, torch's and ours, in a process of their own: their clients end with it."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         self._process = context.Process(target=self._serve, args=(theirs,), daemon=True)
         self._process.start()
-        self.port: int = ours.recv()
+        self.addresses: tuple[int, str] = ours.recv()
 
     @staticmethod
     def _serve(link: Connection) -> None:
-        store = dist.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
-        link.send(store.port)
+        torchs, ours = dist.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False), Rendezvous(ADDRESS)
+        link.send((torchs.port, ours.address))
         time.sleep(3600)
+
+    def cpu_s(self) -> float:
+        """Processor time that serving has taken."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
 
     def end(self) -> None:
         self._process.kill()
@@ -267,30 +277,48 @@ def measure(worlds: list[int], repetitions: int) -> dict[int, dict[str, dict[str
     return found
 
 
-def store_rate(clients: int = 1, operations: int = 5000) -> float:
-    """Operations a second that one store serves, one client asking one after another."""
-    server = dist.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore(ADDRESS, server.port, is_master=False, wait_for_workers=False)
-    began = time.perf_counter()
-    for i in range(operations):
-        client.set(f"key{i % 64}", b"value")
-    return operations / (time.perf_counter() - began)
+def store_costs(kind: str, count: int = 300) -> dict[str, float]:
+    """What one client costs the process that serves the store: seconds to connect (which is done for one client after another), and
+    processor seconds for an operation."""
+    serving = StoreProcess()
+    try:
+        port, address = serving.addresses
+
+        def connect() -> dist.Store:
+            if kind == "torch":
+                return dist.TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False)
+            return RendezvousStore(address, TIMEOUT)
+
+        connect().set("first", "")
+        began = time.perf_counter()
+        for _ in range(count):
+            connect().set("key", "value")
+        connected_s = (time.perf_counter() - began) / count
+        client, before = connect(), serving.cpu_s()
+        for i in range(20 * count):
+            client.set(f"key{i % 64}", "value")
+        return {"connect_s": connected_s, "operation_cpu_s": (serving.cpu_s() - before) / (20 * count)}
+    finally:
+        serving.end()
 
 
-def model(found: dict[int, dict[str, dict[str, Any]]], rate: float) -> dict[str, Any]:
-    """Seconds at larger sizes: what one rank does by itself, and one store that serves all ranks' operations one after another.
+def model(found: dict[int, dict[str, dict[str, Any]]], costs: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Seconds at larger sizes: what one rank does by itself, and one store that takes all ranks' connections and operations one after
+    another. Ranks have a core each, which the processes here do not; the network costs what loopback does.
 
     Processor time and operations of a surviving rank are fitted with straight lines over the number of ranks.
     """
     sizes = np.array(sorted(found), dtype=float)
     predicted: dict[str, Any] = {}
     for mode in MODES:
+        cost = costs["torch" if mode == "stock" else "ours"]
         cpu = np.polyfit(sizes, [found[int(n)][mode]["cpu_s"] for n in sizes], 1)
         operations = np.polyfit(sizes, [found[int(n)][mode]["operations"] for n in sizes], 1)
         predicted[mode] = {}
         for n in MODEL_RANKS:
-            own, served = max(0.0, float(np.polyval(cpu, n))), n * max(0.0, float(np.polyval(operations, n)))
-            predicted[mode][str(n)] = round(own + served / rate, 2)
+            own = max(0.0, float(np.polyval(cpu, n)))
+            served = n * (cost["connect_s"] + max(0.0, float(np.polyval(operations, n))) * cost["operation_cpu_s"])
+            predicted[mode][str(n)] = round(own + served, 2)
         predicted[mode]["cpu_s_per_rank_added"] = float(cpu[0])
         predicted[mode]["operations_per_rank_added"] = round(float(operations[0]), 3)
     return predicted
@@ -305,7 +333,7 @@ def main() -> None:
     torch.set_num_threads(1)
     worlds = [int(size) for size in options.worlds.split(",")]
     found = measure(worlds, options.repetitions)
-    rate = store_rate()
+    costs = {kind: store_costs(kind) for kind in ("torch", "ours")}
     at = 32 if 32 in found else worlds[-1]
     large = [size for size in worlds if size > 8] or worlds  # up to 8 every group is small
     took = {mode: found[at][mode]["seconds"] for mode in MODES}
@@ -320,7 +348,7 @@ def main() -> None:
             "note": f"operations of a surviving rank at {large} processes: {operations}",
         },
     }
-    print(json.dumps({**figures, "by_world": found, "store_operations_per_s": round(rate), "model": model(found, rate)}))
+    print(json.dumps({**figures, "by_world": found, "store_costs": costs, "model": model(found, costs)}))
 
 
 if __name__ == "__main__":

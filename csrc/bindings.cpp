@@ -50,6 +50,7 @@ PyMODINIT_FUNC PyInit__cuda() {
 #include "deadline.hpp"
 #include "memory.hpp"
 #include "referrers.hpp"
+#include "rendezvous.hpp"
 #include "socket_io.hpp"
 #include "text.hpp"
 
@@ -312,6 +313,12 @@ void bind_checksum(py::module_& module) {
              "What crc32c runs on this processor: 'sse4.2+pclmul', 'armv8+pmull' or 'portable'.");
 }
 
+void bind_rendezvous(py::module_& module) {
+  py::class_<deadpool::RendezvousServer>(module, "RendezvousServer", "Serves one rendezvous until it is dropped.")
+      .def(py::init<const std::string&, std::string>(), py::arg("address"), py::arg("secret"))
+      .def_property_readonly("port", &deadpool::RendezvousServer::port);
+}
+
 void bind_referrers(py::module_& module) {
   module.def(
       "referrers",
@@ -337,6 +344,7 @@ PYBIND11_MODULE(_engine, module) {
   bind_memory(module);
   bind_checksum(module);
   bind_sockets(module);
+  bind_rendezvous(module);
   bind_referrers(module);
   py::module_::import("atexit").attr("register")(py::cpp_function(&close_live_queues));
 }

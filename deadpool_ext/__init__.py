@@ -1,4 +1,5 @@
-"""Python face of the compiled engine: copy queues, checksum, words in shared memory, whole amounts through sockets.
+"""Python face of the compiled engine: copy queues, checksum, words in shared memory, whole amounts through sockets,
+rendezvous servers.
 
 All but `referrers` takes addresses and lengths as integers and releases Python's lock while it works. _engine.pyi says what each
 function promises, csrc/ how.
@@ -6,6 +7,7 @@ function promises, csrc/ how.
 
 from deadpool_ext._engine import (
     CopyQueue,
+    RendezvousServer,
     add_u64,
     crc32c,
     crc32c_combine,
@@ -27,6 +29,7 @@ from deadpool_ext._engine import (
 
 __all__ = [
     "CopyQueue",
+    "RendezvousServer",
     "add_u64",
     "crc32c",
     "crc32c_combine",

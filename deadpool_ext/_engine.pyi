@@ -73,6 +73,15 @@ def recv_all(fd: int, address: int, length: int, seed: int = 0) -> int:
     """Receive length bytes to address; returns their CRC32C, going on from seed. OSError where the socket breaks, a
     ConnectionResetError where the peer closes before the last byte. To end it, shut the socket down."""
 
+@final
+class RendezvousServer:
+    """Serves keys and values to who shows the secret, from a thread of its own, until it is dropped; csrc/rendezvous.hpp has the
+    protocol. address is numeric; RuntimeError where it cannot be listened on."""
+
+    def __init__(self, address: str, secret: str) -> None: ...
+    @property
+    def port(self) -> int: ...
+
 def memcpy(dst: int, src: int, length: int) -> None:
     """Copy length bytes between ranges that do not overlap."""
 

@@ -94,11 +94,12 @@ def rebuild_communicators(on_cpu: bool) -> dict[str, Any]:
     gloo has no abort, so on a CPU only the rest is run.
     """
     from megatron.hotswap.topology.groups import Groups
+    from megatron.hotswap.topology.rendezvous import Rendezvous, RendezvousStore
     from megatron.hotswap.worker.abort import abort_device_groups
 
     backend, device = ("gloo", "cpu") if on_cpu else ("nccl", f"cuda:{torch.cuda.current_device()}")
     timeout = timedelta(seconds=_TIMEOUT_S)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served = [Rendezvous("127.0.0.1") for _ in range(2)]
     groups = Groups(timeout, timeout)
     groups.version = 1
 
@@ -109,13 +110,13 @@ def rebuild_communicators(on_cpu: bool) -> dict[str, Any]:
             dist.all_reduce(tensor, group=group)
         return torch.equal(tensor, wanted)
 
-    groups.start_world(backend, dist.PrefixStore("membership1", store), 0, [0])
+    groups.start_world(backend, RendezvousStore(served[0].address, timeout), 0, [0])
     holder = _Holder(groups.create([0], None, None, "check"))
     assert sums(holder), "an all-reduce of one rank changed its tensor"
     began = time.perf_counter()
     abort_device_groups([made.group for made in groups.doom(None)])
     aborted = time.perf_counter()
-    replaced = groups.rebuild(2, dist.PrefixStore("membership2", store), ()).references
+    replaced = groups.rebuild(2, RendezvousStore(served[1].address, timeout), ()).references
     rebuilt = time.perf_counter()
     assert holder.world is dist.group.WORLD, "the references were not replaced"
     assert sums(holder), "an all-reduce on the rebuilt groups changed its tensor"

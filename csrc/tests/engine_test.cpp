@@ -1,7 +1,9 @@
 // The engine's core without Python, for the sanitizers: tests/unit/test_engine_native.py builds and runs this with the
 // address and undefined-behaviour sanitizers, with the thread sanitizer, and for AArch64.
 
+#include <arpa/inet.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -22,6 +24,7 @@
 #include "../copy_queue.hpp"
 #include "../crc32c.hpp"
 #include "../memory.hpp"
+#include "../rendezvous.hpp"
 #include "../socket_io.hpp"
 #include "../text.hpp"
 #include "check.hpp"
@@ -357,6 +360,110 @@ void test_prefault_keeps_contents() {
   CHECK_THROWS(std::invalid_argument, "null", prefault(0, 1));
 }
 
+class RendezvousClient {
+ public:
+  RendezvousClient(const RendezvousServer& server, const std::string& secret) : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in where{};
+    where.sin_family = AF_INET;
+    where.sin_port = htons(server.port());
+    where.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK(connect(fd_, reinterpret_cast<sockaddr*>(&where), sizeof where) == 0);
+    send_frame({secret});
+  }
+  ~RendezvousClient() { close(fd_); }
+
+  void send_frame(const std::vector<std::string>& words) {
+    std::string body;
+    for (const std::string& word : words) body += length_of(word) + word;
+    send_raw(length_of(body) + body);
+  }
+  void send_raw(const std::string& bytes) { (void)!send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL); }
+  // The words of the answer; one word "closed" where the connection is over.
+  std::vector<std::string> answer() {
+    std::uint32_t length = 0;
+    if (recv(fd_, &length, sizeof length, MSG_WAITALL) != sizeof length) return {"closed"};
+    std::string body(length, 0);
+    if (length != 0 && recv(fd_, body.data(), length, MSG_WAITALL) != static_cast<ssize_t>(length)) return {"closed"};
+    std::vector<std::string> words;
+    for (std::size_t at = 0; at < body.size(); at += words.back().size() + sizeof length) {
+      std::memcpy(&length, body.data() + at, sizeof length);
+      words.push_back(body.substr(at + sizeof length, length));
+    }
+    return words;
+  }
+  std::vector<std::string> ask(const std::vector<std::string>& words) {
+    send_frame(words);
+    return answer();
+  }
+
+ private:
+  static std::string length_of(const std::string& bytes) {  // both machines that this runs on are little-endian
+    const auto length = static_cast<std::uint32_t>(bytes.size());
+    return {reinterpret_cast<const char*>(&length), sizeof length};
+  }
+  const int fd_;
+};
+
+using Words = std::vector<std::string>;
+
+void test_a_rendezvous_brings_many_clients_together() {
+  constexpr int clients = 24;
+  const RendezvousServer server("127.0.0.1", "secret");
+  std::vector<std::thread> threads;
+  for (int i = 0; i < clients; ++i)
+    threads.emplace_back([&server, i] {
+      RendezvousClient me(server, "secret");
+      CHECK(me.ask({"S", text("at", i), std::string(100000, static_cast<char>('a' + i)), text("n", i), ""}) == Words{});
+      Words question{"G"};
+      for (int j = 0; j < clients; ++j) question.push_back(text("at", j));
+      const Words found = me.ask(question);
+      CHECK(found.size() == clients);
+      for (int j = 0; j < clients; ++j) CHECK(found[j] == std::string(100000, static_cast<char>('a' + j)));
+      CHECK(me.ask({"A", "count", "1"}).size() == 1);
+    });
+  for (auto& thread : threads) thread.join();
+  RendezvousClient me(server, "secret");
+  CHECK(me.ask({"G", "count"}) == Words{"24"});
+  CHECK(me.ask({"N"}) == Words{"49"});
+}
+
+void test_who_breaks_a_rule_of_the_rendezvous_is_sent_away() {
+  const RendezvousServer server("127.0.0.1", "secret");
+  RendezvousClient waiting(server, "secret"), other(server, "secret");
+  waiting.send_frame({"W", "one", "two"});
+  CHECK((other.ask({"S", "one", "1"}) == Words{}));
+  CHECK((other.ask({"D", "one"}) == Words{"1"}));  // two is not enough then
+  CHECK((other.ask({"S", "two", "2"}) == Words{}));
+  CHECK((other.ask({"C", "one", "two"}) == Words{"0"}));
+  for (const Words& bad : {Words{}, Words{"?"}, Words{"S", "odd"}, Words{"A", "two", "many"}, Words{"A", "two", ""},
+                           Words{"X", "two"}, Words{"N", "two"}}) {
+    RendezvousClient client(server, "secret");
+    CHECK(client.ask(bad) == Words{"closed"});
+  }
+  CHECK(RendezvousClient(server, "secreT").ask({"N"}) == Words{"closed"});
+  CHECK(RendezvousClient(server, "").ask({"N"}) == Words{"closed"});
+  for (const std::string& raw : {std::string("\xff\xff\xff\xff", 4), std::string("\5\0\0\0\7\0\0\0x", 9)}) {
+    RendezvousClient client(server, "secret");
+    client.send_raw(raw);
+    CHECK(client.answer() == Words{"closed"});
+  }
+  { RendezvousClient gone(server, "secret"), half(server, "secret");
+    gone.send_frame({"G", "one"});
+    half.send_raw(std::string("\7\0", 2)); }
+  CHECK((other.ask({"S", "one", "1"}) == Words{}));
+  CHECK(waiting.answer() == Words{});
+  CHECK_THROWS(std::runtime_error, "numeric", RendezvousServer("localhost.invalid", ""));
+  CHECK_THROWS(std::runtime_error, "192.0.2.1", RendezvousServer("192.0.2.1", ""));
+}
+
+void test_the_end_of_a_rendezvous_is_seen_by_who_waits() {
+  auto server = std::make_unique<RendezvousServer>("127.0.0.1", "secret");
+  RendezvousClient waiting(*server, "secret");
+  waiting.send_frame({"G", "never"});
+  server.reset();
+  CHECK(waiting.answer() == Words{"closed"});
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -376,6 +483,9 @@ int main(int argc, char** argv) {
   test_waits_on_words();
   test_checksum(random);
   test_prefault_keeps_contents();
+  test_a_rendezvous_brings_many_clients_together();
+  test_who_breaks_a_rule_of_the_rendezvous_is_sent_away();
+  test_the_end_of_a_rendezvous_is_seen_by_who_waits();
   std::puts("all passed");
   return 0;
 }

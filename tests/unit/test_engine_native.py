@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
-CORE = ["copy_queue.cpp", "memory.cpp", "socket_io.cpp", "crc32c.cpp", "crc32c_x86.cpp", "crc32c_arm.cpp"]
+CORE = [f"{name}.cpp" for name in ("copy_queue", "memory", "rendezvous", "socket_io", "crc32c", "crc32c_x86", "crc32c_arm")]
 CUDA = ["copy_queue.cpp", "memory.cpp", "cuda_copy.cpp", "tests/fake_cuda.cpp"]
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 SANITIZERS = ["address,undefined", "thread"]

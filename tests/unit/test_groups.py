@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.hotswap.topology import groups as g
 from megatron.hotswap.topology.ledger import LEDGERS
+from megatron.hotswap.topology.rendezvous import Rendezvous, RendezvousStore
 from megatron.hotswap.worker import abort
 
 WORLD, TIMEOUT = 4, timedelta(seconds=60)
@@ -34,7 +35,7 @@ abort.guard_groups(Session(), on_device=False)
 
 class Me:
     def __init__(self, rank, port, stand_in=False):
-        self.rank, self.port, self.version = rank, port, 1
+        self.rank, self.address, self.version = rank, address, 1
         self.start(stand_in)
 
     def start(self, stand_in):
@@ -56,8 +57,8 @@ class Me:
         self.start(stand_in=True)
 
     def store(self, version):
-        client = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-        return dist.PrefixStore(f"membership{version}", client)
+        self.client = RendezvousStore(self.address, TIMEOUT)
+        return dist.PrefixStore(f"membership{version}", self.client)
 
     def meet(self, name):
         store = self.store(name)
@@ -85,9 +86,9 @@ class Me:
 
 STORY
 
-def run(rank, port, answers, ended):
+def run(rank, address, answers, ended):
     try:
-        story(Me(rank, port))
+        story(Me(rank, address))
         answers.put((rank, "ok"))
     except BaseException:
         answers.put((rank, traceback.format_exc()))
@@ -103,13 +104,13 @@ def run(rank, port, answers, ended):
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("fork")
-    ports, answers, ended = context.Queue(), context.Queue(), context.Queue()
+    addresses, answers, ended = context.Queue(), context.Queue(), context.Queue()
     def serve():
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ports.put(store.port); time.sleep(600)
+        store = Rendezvous("127.0.0.1")
+        addresses.put(store.address); time.sleep(600)
     server = context.Process(target=serve, daemon=True); server.start()
-    port = ports.get()
-    ranks = [context.Process(target=run, args=(rank, port, answers, ended), daemon=True) for rank in range(WORLD)]
+    address = addresses.get()
+    ranks = [context.Process(target=run, args=(rank, address, answers, ended), daemon=True) for rank in range(WORLD)]
     for process in ranks: process.start()
     said = [answers.get(timeout=120) for _ in ranks]
     said += [(0, ended.get(timeout=60)) for _ in ranks]

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from megatron.hotswap.topology.groups import Groups
 from megatron.hotswap.topology.process_group import forget
+from megatron.hotswap.topology.rendezvous import Rendezvous, RendezvousStore
 
-server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+server = Rendezvous("127.0.0.1")
+client = RendezvousStore(server.address, timedelta(seconds=20))
 
 def store(membership):
-    return dist.PrefixStore(f"membership{membership}", server)
+    return dist.PrefixStore(f"membership{membership}", client)
 
 class Holder:
     pass

@@ -14,6 +14,7 @@ from ..agent import local
 from ..recovery.execute import byte_tensor, load_random_state, random_state
 from ..snapshot.engine import NamedTensors
 from ..topology.groups import Groups, Rebuilt
+from ..topology.rendezvous import RendezvousStore
 from ..worker.session import end_process
 from . import distrib_optimizer
 
@@ -203,18 +204,11 @@ class MegatronTrainer:
         self._groups.find_holders()
 
     def rebuild_groups(self, plan: local.Plan) -> Rebuilt:
-        store = connect_store(plan.store, plan.version, self._rendezvous_timeout)
+        store = RendezvousStore(plan.store, self._rendezvous_timeout)
         return self._groups.rebuild(plan.version, store, plan.replaced)
 
     def all_joined(self) -> None:
         self._groups.settle()
-
-
-def connect_store(address: str, version: int, timeout: timedelta) -> dist.Store:
-    """A client of the store of one membership."""
-    host, port = address.rsplit(":", 1)
-    client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    return dist.PrefixStore(f"membership{version}", client)
 
 
 def _flat(iterators: Any) -> list[Any]:

@@ -15,12 +15,13 @@ from ..config import HotSwapConfig
 from ..control import messages as m
 from ..recovery.execute import Recovery, Snapshots
 from ..topology.groups import Groups
+from ..topology.rendezvous import RendezvousStore
 from ..worker.abort import Aborter, device_idle
 from ..worker.loop import Loop, Schedule, StepCall
 from ..worker.session import Session
 from . import arguments, checkpointing, distrib_optimizer, guard, parallel_state
 from . import training as training_patches
-from .adapter import MegatronTrainer, connect_store
+from .adapter import MegatronTrainer
 
 
 class HotSwap:
@@ -89,7 +90,7 @@ class HotSwap:
             assert self._given is not None
             self._aborter.building_groups()
             if not self._spare and kwargs.get("store") is None:
-                kwargs["store"] = connect_store(self._given.store, self._given.version, self._rendezvous_timeout)
+                kwargs["store"] = RendezvousStore(self._given.store, self._rendezvous_timeout)
             original(*args, **kwargs)
 
         return pretrain

@@ -38,6 +38,7 @@ class Communicator:
     group: Any = None  # the newest one
     held: Any = None  # what references point to: another one than `group` after an attempt that was broken off
     version: int = 0  # of the membership that `group` was made in
+    store: Any = None  # of that membership: torch does not keep a store of ours alive by itself
     sockets: Sockets = frozenset()  # its connections, where they are known
     broken: bool = True  # not complete, aborted, or to be aborted
     stand_in: bool = False  # what references point to never communicates
@@ -125,7 +126,7 @@ class Groups:
         if self._rank not in members:
             return dist.GroupMember.NON_GROUP_MEMBER
         made = Communicator(number, members, backend or self._world.backend, options, description)
-        self._begin(made, c10d._world.pg_map[self._world.group][1])
+        self._begin(made, self._world.store)
         self._mine.append(made)
         return made.group
 
@@ -141,7 +142,8 @@ class Groups:
         made.held = made.group
 
     def _make(self, made: Communicator, store: dist.Store) -> None:
-        made.version, made.broken, made.sockets = self.version, True, frozenset()  # broken until it is complete
+        made.version, made.store = self.version, store
+        made.broken, made.sockets = True, frozenset()  # until it is complete
         connects = made.backend == "gloo" and made.may_be_kept and len(made.members) > 1  # now, and through sockets
         before = open_sockets() if connects else frozenset()
         LEDGERS[made.name] = Ledger()

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from .rendezvous import GroupStore
+
 #: gloo groups of up to so many members connect to each other when they are made: their sockets are known then, so that one group can
 #: be ended and another kept. In larger ones each pair connects when it first has something to say: what a member does to join must
 #: not grow with the group.
@@ -50,9 +52,9 @@ def make(
     """
     mapping = {member: i for i, member in enumerate(members)}
     if backend == "gloo":
-        prefixed = dist.PrefixStore(f"{name}/", store)
-        gloo = _gloo_backend(mapping[rank], len(members), dist.PrefixStore("cpu/", prefixed), timeout, address)
-        group = _assemble(name, mapping, rank, backend, prefixed, gloo, dist.ProcessGroup.BackendType.GLOO, description)
+        own = GroupStore(store, name, len(members), fetch_at_once=len(members) <= EAGER_MEMBERS_MAX)
+        gloo = _gloo_backend(mapping[rank], len(members), own, timeout, address)
+        group = _assemble(name, mapping, rank, backend, own, gloo, dist.ProcessGroup.BackendType.GLOO, description)
     else:
         group, _ = c10d._new_process_group_helper(
             len(members),

@@ -92,15 +92,15 @@ def _exit_code(end: SystemExit) -> tuple[int, str]:
 
 
 def _store_factory(address: str):  # type: ignore[no-untyped-def]
-    """Makes rendezvous stores that this process serves; each is kept until the next is made."""
-    from torch.distributed import TCPStore
+    """Makes rendezvous stores that this process serves; each is kept until the next but one is made."""
+    from ..topology.rendezvous import Rendezvous
 
-    kept: list[TCPStore] = []
+    kept: list[Rendezvous] = []
 
     def new_store() -> str:
-        kept.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
+        kept.append(Rendezvous(address))
         del kept[:-2]
-        return f"{address}:{kept[-1].port}"
+        return kept[-1].address
 
     return new_store
 
