@@ -36,6 +36,7 @@ class HotSwapConfig:
     host_memory_max_bytes: int | None
     interface: str | None
     transport: str
+    encrypt: bool
     rebuild: str  # selective or all
     check_groups: str  # no or yes
 
@@ -48,6 +49,12 @@ class HotSwapConfig:
         for name in ("replicas", "interval"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--hot-swap-{name} must be at least 1, got {getattr(self, name)}")
+        if self.encrypt and self.transport != "tcp":
+            raise UsageError(
+                f"--hot-swap-encrypt encrypts what moves over --hot-swap-transport tcp; this job has {self.transport}, whose library makes "
+                "connections of its own, in clear: leave the transport at tcp, or leave --hot-swap-encrypt out and keep "
+                f"{self.transport} on a network that is yours alone"
+            )
         if self.halt_timeout_s <= self.collective_timeout_s:
             raise UsageError(
                 f"--hot-swap-halt-timeout-s ({self.halt_timeout_s}) must be longer than --hot-swap-collective-timeout-s "
@@ -199,6 +206,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=Path("runs/latest"),
         metavar="DIR",
         help="where steps.jsonl, events.jsonl, summary.json and logs go (default: %(default)s)",
+    )
+    group.add_argument(
+        "--hot-swap-encrypt",
+        action="store_true",
+        help="encrypt snapshots on their way between nodes (transport tcp), with TLS 1.3; docs/security.md says what that costs. "
+        "Control traffic is encrypted always",
     )
     for flag in (*_DEADLINES, *_SNAPSHOTS):
         group.add_argument(

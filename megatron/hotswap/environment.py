@@ -19,7 +19,6 @@ class AgentEnvironment:
 
     coordinator: str  # host:port
     run_id: str
-    token: str
     node: str
     workers: int
 
@@ -28,7 +27,6 @@ class AgentEnvironment:
         return {
             "DEADPOOL_COORDINATOR": self.coordinator,
             "DEADPOOL_RUN_ID": self.run_id,
-            "DEADPOOL_TOKEN": self.token,
             "DEADPOOL_NODE": self.node,
             "DEADPOOL_WORKERS": str(self.workers),
         }
@@ -83,7 +81,7 @@ def agent() -> AgentEnvironment:
     Raises:
         UsageError: nobody told: hot-swap was not started by a launcher.
     """
-    missing = [n for n in ("COORDINATOR", "RUN_ID", "TOKEN", "NODE", "WORKERS") if f"DEADPOOL_{n}" not in os.environ]
+    missing = [n for n in ("COORDINATOR", "RUN_ID", "NODE", "WORKERS") if f"DEADPOOL_{n}" not in os.environ]
     if missing:
         raise UsageError(
             "--hot-swap needs to know its coordinator and its node, and no launcher said so (missing: "
@@ -94,7 +92,6 @@ def agent() -> AgentEnvironment:
     return AgentEnvironment(
         env["DEADPOOL_COORDINATOR"],
         env["DEADPOOL_RUN_ID"],
-        env["DEADPOOL_TOKEN"],
         env["DEADPOOL_NODE"],
         int(env["DEADPOOL_WORKERS"]),
     )

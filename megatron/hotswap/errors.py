@@ -13,6 +13,10 @@ class PeerFault(HotSwapError):
     """Another process or machine failed or sent what it must not send."""
 
 
+class Malformed(PeerFault):
+    """Bytes that came are no message: of another version, damaged, or noise."""
+
+
 class SnapshotMismatch(HotSwapError):
     """A snapshot is not the one that was asked for (run, rank, generation, layout or checksum): the next source is tried."""
 

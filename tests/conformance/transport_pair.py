@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import functools
 import os
+import tempfile
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from memory_transport import MemoryTransport
@@ -20,6 +22,8 @@ from megatron.hotswap.replication.outgoing import Outgoing
 from megatron.hotswap.replication.side_nixl import DISTRIBUTIONS
 from megatron.hotswap.replication.tcp import TcpTransport
 from megatron.hotswap.replication.transfer import ReplicaStore
+from megatron.hotswap.security import authority, files
+from megatron.hotswap.security.tls import PeerTls
 from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
 from megatron.hotswap.snapshot.slots import Slots
 
@@ -30,7 +34,23 @@ METADATA_BYTES = 1000
 #: Small, so that a snapshot has one chunk of metadata and 16 of payload.
 CHUNK_BYTES = 64 << 10
 
+
+
+@functools.cache
+def job_tls():
+    """What the agents of one job show each other."""
+    with tempfile.TemporaryDirectory() as run_dir:
+        authority.issue(Path(run_dir), RUN)
+        return PeerTls(files.read(Path(run_dir), "agent", RUN))
+
+
+def encrypted_tcp(token, interface):
+    """TcpTransport as --hot-swap-encrypt makes it."""
+    return TcpTransport(token, interface, chunk_bytes=CHUNK_BYTES, tls=job_tls())
+
+
 TRANSPORTS = {"tcp": functools.partial(TcpTransport, chunk_bytes=CHUNK_BYTES), "tcp-1-stream": functools.partial(TcpTransport, streams=1)}
+ENCRYPTED = {"tcp-encrypted": encrypted_tcp}
 NETWORKED = dict(TRANSPORTS)
 TRANSPORTS["memory"] = MemoryTransport
 #: Those whose library lives in side processes, with the reason where it cannot be had here.
@@ -158,6 +178,6 @@ def _params(kinds):
     ]
 
 
-every = pytest.mark.parametrize("kind", _params(TRANSPORTS | SIDE))
+every = pytest.mark.parametrize("kind", _params(TRANSPORTS | ENCRYPTED | SIDE))
 in_side_processes = pytest.mark.parametrize("kind", _params(SIDE))
 networked = pytest.mark.parametrize("kind", NETWORKED.values(), ids=NETWORKED.keys())

@@ -26,6 +26,8 @@ LAYERS: dict[str, set[str]] = {
     "": set(),  # the package itself: a docstring
     "errors": set(),
     "config": {"errors"},
+    "codec": {"errors"},
+    "security": {"errors"},
     "environment": {"errors"},
     "processes": set(),
     "topology/grid": {"errors"},
@@ -37,16 +39,16 @@ LAYERS: dict[str, set[str]] = {
     "snapshot/host_memory": set(),
     "snapshot/slots": {"errors", "snapshot/layout", "snapshot/host_memory"},
     "snapshot/engine": {"errors", "snapshot/layout", "snapshot/slots"},
-    "replication": {"errors", "processes", "snapshot/layout", "snapshot/slots"},
-    "replication/transports": {"config", "replication"},
+    "replication": {"codec", "errors", "processes", "security/tls", "snapshot/layout", "snapshot/slots"},
+    "replication/transports": {"config", "replication", "security"},
     "topology/ledger": set(),
     "topology/sockets": set(),
     "topology/rendezvous": set(),
     "topology/process_group": {"errors", "topology/rendezvous"},
     "topology/rebind": {"errors"},
     "topology/groups": {"errors", "topology"},
-    "coordinator": {"control", "errors", "agent/inject"},
-    "agent/local": {"control"},
+    "coordinator": {"codec", "control", "errors", "security", "agent/inject"},
+    "agent/local": {"codec", "control", "errors", "snapshot/slots"},
     "agent/inject": {"control"},
     "agent/scratch": set(),
     "agent": {
@@ -60,6 +62,7 @@ LAYERS: dict[str, set[str]] = {
         "errors",
         "processes",
         "replication",
+        "security",
         "snapshot/layout",
         "snapshot/slots",
     },
@@ -93,6 +96,7 @@ LAYERS: dict[str, set[str]] = {
         "agent/inject",
         "agent/scratch",
         "replication/transports",
+        "security",
         "sizing",
     },
     "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "worker"},
@@ -131,6 +135,7 @@ FLAGS = {
     "--hot-swap-host-memory-max-bytes",
     "--hot-swap-interface",
     "--hot-swap-transport",
+    "--hot-swap-encrypt",
 }
 
 

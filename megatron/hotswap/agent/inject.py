@@ -9,9 +9,19 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
+
 from ..control.messages import WORKER_FAULTS, Injection
 
 INJECTIONS_FILE = "injections.jsonl"
+_FILE_BYTES_MAX = 16 << 20
+
+
+class _Struck(msgspec.Struct):
+    """Of a line there, what is read again."""
+
+    t: float
+    node: str
 
 
 def strike(injection: Injection, run_dir: Path, agent_pid: int, worker_pid: int) -> None:
@@ -39,8 +49,17 @@ def strike(injection: Injection, run_dir: Path, agent_pid: int, worker_pid: int)
 def last_strike(run_dir: Path, nodes: list[str], before: float) -> float | None:
     """When one of these nodes was last struck (seconds since the epoch), if it was."""
     try:
-        lines = (run_dir / INJECTIONS_FILE).read_text().splitlines()
+        with open(run_dir / INJECTIONS_FILE, "rb") as file:
+            lines = file.read(_FILE_BYTES_MAX).splitlines()
     except FileNotFoundError:
         return None
-    times = [x["t"] for x in map(json.loads, lines) if x["node"] in nodes and x["t"] <= before]
-    return max(times, default=None)
+    struck = [strike for line in lines if (strike := _read(line)) is not None]
+    return max((x.t for x in struck if x.node in nodes and x.t <= before), default=None)
+
+
+def _read(line: bytes) -> _Struck | None:
+    """None: who wrote it was struck itself before the line was whole."""
+    try:
+        return msgspec.json.decode(line, type=_Struck)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

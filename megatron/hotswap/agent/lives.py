@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ..errors import Malformed
 from . import local
 from .worker_process import WorkerProcess
 
@@ -91,7 +93,12 @@ class Lives:
             self._deaf(worker)
             self._link_closed(worker, worker.process)
             return
-        assert not fds
+        except Malformed as noise:
+            self._deaf(worker)
+            self._lose(worker, f"it told its agent what is no message: {noise}")
+            return
+        for fd in fds:  # a worker has none to give
+            os.close(fd)
         self._heard(worker, message)
 
     def _link_closed(self, worker: WorkerProcess, process: object) -> None:

@@ -6,12 +6,21 @@ A SOCK_SEQPACKET socket keeps message borders, and carries the descriptors of sh
 from __future__ import annotations
 
 import array
+import contextlib
+import os
 import socket
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from ..codec import decoder
 from ..control import messages as m
+from ..errors import Malformed
+from ..snapshot.slots import OWN_SLOTS
+
+#: What memory a slot can have at all; more is noise, and no size is negative.
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 44)]
+_Slot = Annotated[int, msgspec.Meta(ge=0, lt=OWN_SLOTS)]
 
 
 class _Local(msgspec.Struct, frozen=True, tag=True):
@@ -34,8 +43,8 @@ class NeedSlots(_Local, frozen=True):
     """Worker: my model is built and this is my layout."""
 
     layout_hash: bytes
-    metadata_room_bytes: int
-    payload_bytes: int
+    metadata_room_bytes: _Size
+    payload_bytes: _Size
     peers: tuple[int, ...] = ()  # ranks whose payload is the same as this one's, bit for bit
 
 
@@ -71,7 +80,7 @@ class Copying(_Local, frozen=True):
     """
 
     generation: int
-    slot: int
+    slot: _Slot
     keep: int
 
 
@@ -107,7 +116,7 @@ class Link:
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         self.sock = sock
-        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._decode = decoder(receives)
 
     def send(self, message: FromWorker | FromAgent, fds: tuple[int, ...] = ()) -> None:
         """Send one message; descriptors are duplicated into the other process."""
@@ -119,11 +128,20 @@ class Link:
 
         Raises:
             EOFError: the other end is gone.
+            Malformed: what came is no message, or is longer than any. Its descriptors are closed.
         """
-        data, fds, _, _ = socket.recv_fds(self.sock, _MESSAGE_BYTES_MAX, 4)
-        if not data:
+        data, fds, flags, _ = socket.recv_fds(self.sock, _MESSAGE_BYTES_MAX, 4)
+        if not data and not fds:
             raise EOFError("the other end of the link is gone")
-        return self._decoder.decode(data), tuple(fds)
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise Malformed(f"a message came that has more than {_MESSAGE_BYTES_MAX} bytes, or more than 4 descriptors")
+            return self._decode(data), tuple(fds)
+        except Malformed:
+            for fd in fds:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            raise
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -23,9 +23,11 @@ from ..config import HotSwapConfig
 from ..control import messages as m
 from ..control.lease import COORDINATOR_LEASES, Listener
 from ..coordinator import wire
-from ..errors import Fenced, HotSwapError, SnapshotMismatch, UsageError
+from ..errors import Fenced, HotSwapError, Malformed, SnapshotMismatch, UsageError
 from ..replication.transfer import ReplicaStore
-from ..replication.transports import make_transport
+from ..replication.transports import make_transport, protection
+from ..security import files as credentials
+from ..security.tls import why_refused
 from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import OWN_SLOTS, Slots, Word, require_room, require_room_for_job
 from . import local, own_snapshot
@@ -44,12 +46,14 @@ class Agent:
         self,
         config: HotSwapConfig,
         place: environment.AgentEnvironment,
+        shown: credentials.Credentials,
         command: Sequence[str],
         worker_env: dict[str, str],
         tmp: str,
     ) -> None:
         self.config = config
         self.place = place
+        self._shown = shown
         self.incarnation = f"{place.node}-{uuid.uuid4().hex[:8]}"
         self._command = list(command)
         self._worker_env = worker_env
@@ -59,7 +63,7 @@ class Agent:
         self._lives = Lives(self._from_worker, self._worker_lost, lambda: self._lease_s)
         self._workers = self._lives.workers
         self._replicas = ReplicaStore(place.run_id, self._require_room)
-        self._transport = make_transport(config, place.token, self._interface)
+        self._transport = make_transport(config, shown, self._interface)
         self._replicator = Replicator(place.run_id, self._replicas, self._transport, self._say, self._guard, self._before_push)
         self._replicas.own = lambda rank, generation: own_slot_of(self._workers, rank, generation)
         self._tasks: set[asyncio.Task[None]] = set()  # that nobody waits for
@@ -79,14 +83,15 @@ class Agent:
         loop.set_exception_handler(self._fail)
         moved_by = await self._transport.check()
         address = await self._transport.serve(self._replicas)
-        print(f"agent {self.incarnation}: snapshots are moved by {moved_by}, arranged over {address}", file=sys.stderr, flush=True)
+        moved = f"snapshots are moved by {moved_by}, {protection(self.config)}, arranged over {address}"
+        print(f"agent {self.incarnation}: {moved}", file=sys.stderr, flush=True)
         for index in range(self.place.workers):
             self._start_worker(index)
         self._say(
             m.Join(
                 m.PROTOCOL,
                 self.place.run_id,
-                self.place.token,
+                self._shown.token,
                 self.place.node,
                 self.incarnation,
                 self.place.workers,
@@ -158,19 +163,23 @@ class Agent:
         self._outbox.put_nowait(message)
 
     async def _talk(self) -> None:
-        async with grpc.aio.insecure_channel(self.place.coordinator, options=wire.OPTIONS) as channel:
-            call = channel.stream_stream(
-                f"/{wire.SERVICE}/{wire.AGENT_STREAM}",
-                request_serializer=wire.encode,
-                response_deserializer=wire.decode_from_coordinator,
-            )(self._outgoing())
+        where, heard = f"the coordinator at {self.place.coordinator}", False
+        async with wire.channel(self.place.coordinator, self._shown) as channel:
+            call = channel.stream_stream(f"/{wire.SERVICE}/{wire.AGENT_STREAM}", request_serializer=wire.encode)(self._outgoing())
             try:
-                async for message in call:
-                    self._heard_s = asyncio.get_running_loop().time()
-                    self._obey(message)
+                async for raw in call:
+                    self._heard_s, heard = asyncio.get_running_loop().time(), True
+                    self._obey(wire.decode_from_coordinator(raw))
+            except Malformed as noise:
+                raise Fenced(f"{where} sent what an agent cannot read: {noise}; install the same version everywhere") from noise
             except grpc.aio.AioRpcError as broken:
-                raise Fenced(f"the connection to the coordinator broke: {broken.code().name} {broken.details()}") from broken
-        raise Fenced("the coordinator closed the connection")
+                why = f"{broken.code().name} {broken.details()}"
+                if heard:
+                    raise Fenced(f"the connection to {where} broke: {why}") from broken
+                loop = asyncio.get_running_loop()
+                why = await loop.run_in_executor(None, why_refused, self.place.coordinator, self._shown) or why
+                raise Fenced(f"{where} is not reached: {why}") from broken
+        raise Fenced(f"{where} closed the connection")
 
     async def _outgoing(self) -> AsyncIterator[m.FromAgent]:
         while True:
@@ -446,8 +455,9 @@ def run_agent(config: HotSwapConfig, command: Sequence[str], worker_env: dict[st
     place = environment.agent()
     Path(config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
     try:
+        shown = credentials.read(config.run_dir, "agent", place.run_id)
         with Scratch() as scratch:
-            return asyncio.run(Agent(config, place, command, worker_env, str(scratch.path)).run())
+            return asyncio.run(Agent(config, place, shown, command, worker_env, str(scratch.path)).run())
     except HotSwapError as failure:
         print(f"deadpool: {failure}", file=sys.stderr)
         return 2

@@ -8,7 +8,9 @@ import grpc
 
 from ..control.messages import Injection
 from ..coordinator import wire
-from ..errors import UsageError
+from ..errors import Malformed, UsageError
+from ..security import files as credentials
+from ..security.tls import why_refused
 from .launch import running_job
 
 _CALL_TIMEOUT_S = 5.0
@@ -27,18 +29,22 @@ def call(run_dir: Path, injection: Injection | None = None) -> wire.Status:
             f"no job runs in {run_dir}{ended}; give the --run-dir of a job that `deadpool run` has started and "
             "that still runs"
         )
-    with grpc.insecure_channel(job["coordinator"], options=wire.OPTIONS) as channel:
-        ask = channel.unary_unary(
-            f"/{wire.SERVICE}/{wire.COMMAND}", request_serializer=wire.encode, response_deserializer=wire.decode_status
-        )
+    shown = credentials.read(run_dir, "user", job.run_id)
+    with wire.blocking_channel(job.coordinator, shown) as channel:
+        ask = channel.unary_unary(f"/{wire.SERVICE}/{wire.COMMAND}", request_serializer=wire.encode)
         try:
-            status: wire.Status = ask(wire.Command(job["token"], injection), timeout=_CALL_TIMEOUT_S)
+            status: wire.Status = wire.decode_status(ask(wire.Command(injection), timeout=_CALL_TIMEOUT_S))
         except grpc.RpcError as failure:
+            why = why_refused(job.coordinator, shown) or failure.code().name
             raise UsageError(
-                f"the job in {run_dir} (process {job['pid']}) does not answer at {job['coordinator']} within "
-                f"{_CALL_TIMEOUT_S} s "
-                f"({failure.code().name}); it may be ending: try again, or look at {run_dir / 'events.jsonl'}"
+                f"the job in {run_dir} (process {job.pid}) does not answer at {job.coordinator} within {_CALL_TIMEOUT_S} s "
+                f"({why}); it may be ending: try again, or look at {run_dir / 'events.jsonl'}"
             ) from failure
+        except Malformed as noise:
+            raise UsageError(
+                f"the job in {run_dir} answered what this command cannot read ({noise}): it runs another version; use the `deadpool` "
+                "that started it"
+            ) from noise
     if not status.ok:
         raise UsageError(f"the job in {run_dir} refused: {status.text}")
     return status

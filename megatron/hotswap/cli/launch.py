@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from .. import config
 from ..agent.scratch import sweep
@@ -23,7 +24,10 @@ from ..coordinator.service import Coordinator, Scheduled
 from ..environment import AgentEnvironment
 from ..errors import UsageError
 from ..replication.transports import make_transport
+from ..security import files as credentials
+from ..security.authority import issue
 from .checks import check_command, check_nodes, flags_added_here, grid_of
+from .records import read_object
 
 JOB_FILE = "job.json"
 #: What a run leaves at the top of its directory; the next run there replaces it.
@@ -33,6 +37,14 @@ _REAP_TIMEOUT_S = 10.0
 _INTERRUPTED = 130
 _SHOW_INTERVAL_S = 0.1
 _LOG_LINES_SHOWN = 15
+
+
+class Job(msgspec.Struct, frozen=True):
+    """job.json: how the other commands find a job that runs."""
+
+    coordinator: str  # host:port
+    run_id: str
+    pid: int
 
 
 @dataclass
@@ -60,9 +72,9 @@ class Launch:
 class VirtualNodes:
     """The process groups. Whatever happens, `end` leaves none."""
 
-    def __init__(self, launch: Launch, coordinator: str, run_id: str, token: str) -> None:
+    def __init__(self, launch: Launch, coordinator: str, run_id: str) -> None:
         self._launch = launch
-        self._place = (coordinator, run_id, token)
+        self._place = (coordinator, run_id)
         self._processes: dict[str, list[subprocess.Popen[bytes]]] = {}
         self._over = False
 
@@ -147,11 +159,12 @@ async def run(
         started: called once, when the nodes have been started.
     """
     control = prepare(launch)
-    await make_transport(config.parse(launch.argv), control.token, launch.host).check()
+    shown = credentials.read(launch.run_dir, "agent", control.run_id)
+    await make_transport(config.parse(launch.argv), shown, launch.host).check()
     coordinator = Coordinator(control, launch.run_dir, launch.faults)
     address = await coordinator.start(launch.host, launch.port)
     _write_job_file(launch.run_dir, address, control)
-    nodes = VirtualNodes(launch, address, control.run_id, control.token)
+    nodes = VirtualNodes(launch, address, control.run_id)
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -187,7 +200,7 @@ def prepare(launch: Launch) -> ControlConfig:
     hotswap = config.parse([*launch.argv, "--hot-swap-run-dir", str(launch.run_dir)])
     control = ControlConfig(
         run_id=secrets.token_hex(8),
-        token=secrets.token_hex(16),
+        token="",  # made with the other credentials, once nothing else can be refused
         grid=grid_of(launch.argv, launch.world_size),
         nodes=launch.nodes,
         spares=launch.spares,
@@ -201,7 +214,7 @@ def prepare(launch: Launch) -> ControlConfig:
         replicas=hotswap.replicas,
     )
     _empty_run_dir(launch.run_dir)
-    return control
+    return replace(control, token=issue(launch.run_dir, control.run_id))
 
 
 def _empty_run_dir(run_dir: Path) -> None:
@@ -209,7 +222,7 @@ def _empty_run_dir(run_dir: Path) -> None:
     job = running_job(run_dir)
     if job is not None:
         raise UsageError(
-            f"a job (process {job['pid']}) runs in {run_dir}; give another --run-dir, or end that job first"
+            f"a job (process {job.pid}) runs in {run_dir}; give another --run-dir, or end that job first"
         )
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -219,14 +232,19 @@ def _empty_run_dir(run_dir: Path) -> None:
         raise UsageError(f"--run-dir {run_dir} cannot be written: {failure}; give a directory of your own") from failure
 
 
-def running_job(run_dir: Path) -> dict[str, Any] | None:
-    """What job.json says of the job that runs there, or None: no file, or its process is gone."""
+def running_job(run_dir: Path) -> Job | None:
+    """What job.json says of the job that runs there, or None: no file, it is none of ours, or its process is gone."""
     try:
-        job: dict[str, Any] = json.loads((run_dir / JOB_FILE).read_text())
-        os.kill(int(job["pid"]), 0)
+        job: Job = read_object(run_dir / JOB_FILE, Job)
+    except (OSError, UsageError):
+        return None
+    if not re.fullmatch(r"[\w.-]+:\d{1,5}", job.coordinator) or not 0 < job.pid < 1 << 31:  # 0 and less are whole groups of processes
+        return None
+    try:
+        os.kill(job.pid, 0)
     except PermissionError:
         return job
-    except (OSError, ValueError, KeyError):
+    except OSError:
         return None
     return job
 
@@ -276,9 +294,8 @@ async def _watch_lost(coordinator: Coordinator, nodes: VirtualNodes, launch: Lau
 
 
 def _write_job_file(run_dir: Path, address: str, control: ControlConfig) -> None:
-    """How `deadpool inject` finds the job; the token is in it, so only the owner may read it."""
+    """How `deadpool inject` finds the job. What it needs to be let in is in the credentials' folder."""
     path = run_dir / JOB_FILE
     path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "w") as file:
-        json.dump({"coordinator": address, "run_id": control.run_id, "token": control.token, "pid": os.getpid()}, file)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(Job(address, control.run_id, os.getpid())))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 #: Read of one file in one turn at most, so that a worker that writes without end cannot hold the display.
 _TURN_BYTES_MAX = 1 << 20
+_LINE_BYTES_MAX = 1 << 20
 
 
 class LogTail:
@@ -26,7 +27,10 @@ class LogTail:
                 file.seek(self._read.get(path, 0))
                 data = file.read() if final else file.read(_TURN_BYTES_MAX)
             self._read[path] = self._read.get(path, 0) + len(data)
-            *lines, rest = (self._rest.get(path, b"") + data).split(b"\n")
+            rest = self._rest.get(path, b"")
+            if len(rest) > _LINE_BYTES_MAX:  # a worker that writes no end of line cannot fill our memory
+                data, rest = rest + b"\n" + data, b""
+            *lines, rest = (rest + data).split(b"\n")
             if final and rest:
                 lines, rest = [*lines, rest], b""
             self._rest[path] = rest

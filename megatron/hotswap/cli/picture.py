@@ -5,13 +5,15 @@ A program of its own (`python -m megatron.hotswap.cli.picture RUN_DIR`), since m
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from .narrate import PHASE_WORDS
+from .records import read_lines, read_object
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,10 +22,33 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 
 
+class _Step(msgspec.Struct):
+    step: int
+    loss: dict[str, float]
+
+
+class _Recovery(msgspec.Struct):
+    kind: str
+    generation: int
+    nodes_lost: list[str]
+    phases: dict[str, float]
+    total_s: float
+    ranks_respawned: list[int] = []
+
+
+class _Summary(msgspec.Struct):
+    steps: int
+    recoveries: list[_Recovery]
+
+
 def read_run(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The steps and the summary of a run."""
-    steps = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
-    return steps, json.loads((run_dir / "summary.json").read_text())
+    """Of the steps and the summary of a run, what is drawn.
+
+    Raises:
+        UsageError: a file is damaged.
+    """
+    steps = [msgspec.structs.asdict(line) for line in read_lines(run_dir / "steps.jsonl", _Step, "the record of a step")]
+    return steps, msgspec.to_builtins(read_object(run_dir / "summary.json", _Summary))
 
 
 def draw_loss(axes: Axes, steps: Sequence[Mapping[str, Any]], label: str, color: str, **style: Any) -> None:

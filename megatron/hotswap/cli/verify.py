@@ -6,16 +6,27 @@ itself.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..coordinator.recorder import write_summary
 from ..errors import UsageError
+from .records import read_lines, read_object
 
 Steps = dict[int, dict[str, Any]]
+
+
+class StepLine(msgspec.Struct, frozen=True):
+    """Of a line of steps.jsonl, what is compared."""
+
+    step: int
+    loss_hex: dict[str, str]
+    grad_norm_hex: str | None
+    consumed_samples: int
 
 
 @dataclass(frozen=True)
@@ -39,22 +50,13 @@ def read_steps(run_dir: Path) -> Steps:
     """
     path = run_dir / "steps.jsonl"
     try:
-        lines = path.read_text().splitlines()
+        steps: Steps = {line.step: msgspec.structs.asdict(line) for line in read_lines(path, StepLine, "the record of a step")}
     except OSError as failure:
         raise UsageError(
             f"{run_dir} is no run that can be compared: {path} cannot be read ({failure.strerror}); give the "
             "--run-dir of a "
             "job that has trained"
         ) from failure
-    steps: Steps = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            step = json.loads(line)
-            steps[int(step["step"])] = {k: step[k] for k in ("loss_hex", "grad_norm_hex", "consumed_samples")}
-        except (ValueError, KeyError, TypeError) as failure:
-            raise UsageError(
-                f"{path} line {number} is not the record of a step ({failure}); was the job cut off while it wrote?"
-            ) from failure
     if not steps:
         raise UsageError(f"{path} has no step: the job ended before its first one, and there is nothing to compare")
     return steps
@@ -105,7 +107,12 @@ def _difference(step: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> str | 
 
 
 def _float(text: str | None) -> str:
-    return "none" if text is None else f"{text} ({float.fromhex(text)!r})"
+    if text is None:
+        return "none"
+    try:
+        return f"{text} ({float.fromhex(text)!r})"
+    except (ValueError, OverflowError):
+        return f"{text!r}, which is no float in hex"
 
 
 def verify_runs(run_a: Path, run_b: Path, common_only: bool = False) -> Comparison:
@@ -117,8 +124,8 @@ def verify_runs(run_a: Path, run_b: Path, common_only: bool = False) -> Comparis
     comparison = compare(read_steps(run_a), read_steps(run_b), common_only)
     path = run_b / "summary.json"
     try:
-        summary = json.loads(path.read_text())
-    except (OSError, ValueError) as failure:
+        summary = read_object(path, dict[str, Any])
+    except OSError as failure:
         raise UsageError(
             f"{path} cannot be read ({failure}): it is written when the job ends; is it still running?"
         ) from failure

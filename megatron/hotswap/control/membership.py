@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -120,7 +121,7 @@ def refusal_of(event: Join, config: ControlConfig) -> str:
     """Why an agent may not join, in words; empty if it may."""
     if event.protocol != PROTOCOL:
         return f"protocol {PROTOCOL} is spoken here, node {event.node} speaks {event.protocol}; install the same version"
-    if event.token != config.token:
+    if not hmac.compare_digest(event.token.encode(), config.token.encode()):
         return f"node {event.node} does not have this job's token"
     if event.run_id != config.run_id:
         return f"this is run {config.run_id!r}, node {event.node} belongs to run {event.run_id!r}"

@@ -12,14 +12,18 @@ from typing import Any
 import grpc
 
 from ..control import messages as m
+from ..control.sanity import nonsense
 from ..control.state import Control, ControlConfig, Decision, Log, Phase, Send
-from ..errors import UsageError
+from ..errors import Malformed, UsageError
+from ..security import files as credentials
 from . import wire
 from .recorder import Recorder
 
 _TICK_S = 0.05
 #: Far beyond any time that a process waits for its turn; deadlines must go on if gRPC itself fails.
 _HEARING_TIMEOUT_S = 30.0
+#: From an agent's call until its Join: it says that first and at once.
+_JOIN_TIMEOUT_S = 30.0
 #: A scheduled fault is armed this many steps before it is due, on whoever holds the rank by then.
 _ARM_AHEAD_STEPS = 3
 
@@ -31,8 +35,16 @@ class Scheduled:
         self.action, self.scope, self.rank, self.at_step, self.phase = action, scope, rank, at_step, phase
 
 
+class _Caller:
+    """One agent's connection: what goes out to it, and how it ended if that was not by closing."""
+
+    def __init__(self) -> None:
+        self.outbox: asyncio.Queue[m.FromCoordinator | None] = asyncio.Queue()
+        self.evidence = "its connection closed"
+
+
 class Coordinator:
-    """Serves one job until it ends."""
+    """Serves one job until it ends. The run directory has its credentials (security/authority.py) already."""
 
     def __init__(self, config: ControlConfig, run_dir: Path, faults: list[Scheduled] | None = None) -> None:
         self.control = Control(config)
@@ -43,7 +55,8 @@ class Coordinator:
         self.ended = asyncio.Event()
         self.notices: list[Log] = []  # for whoever shows them
         self._faults = sorted(faults or [], key=lambda f: f.at_step)
-        self._outboxes: dict[str, asyncio.Queue[m.FromCoordinator | None]] = {}
+        self._callers: dict[str, _Caller] = {}
+        self._shown = credentials.read(run_dir, "coordinator", config.run_id)
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
 
@@ -56,15 +69,15 @@ class Coordinator:
         server = grpc.aio.server(options=wire.OPTIONS)
         handlers = {
             wire.AGENT_STREAM: grpc.stream_stream_rpc_method_handler(
-                self._agent_stream, request_deserializer=wire.decode_from_agent, response_serializer=wire.encode
+                self._agent_stream, response_serializer=wire.encode
             ),
             wire.COMMAND: grpc.unary_unary_rpc_method_handler(
-                self._command, request_deserializer=wire.decode_command, response_serializer=wire.encode
+                self._command, response_serializer=wire.encode
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(wire.SERVICE, handlers),))
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = wire.listen(server, f"{host}:{port}", self._shown)
         except RuntimeError as taken:
             raise UsageError(
                 f"the coordinator cannot listen on {host}:{port}: {taken}; another job or program may use the port: give another one "
@@ -80,7 +93,7 @@ class Coordinator:
         if self._ticker is not None:
             self._ticker.cancel()
         deadline = time.monotonic() + 5.0
-        while self._outboxes and time.monotonic() < deadline:
+        while self._callers and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self._server is not None:
             await self._server.stop(0.2)
@@ -93,61 +106,94 @@ class Coordinator:
 
     # ---- agents
 
-    async def _agent_stream(
-        self, requests: AsyncIterator[m.FromAgent], context: Any
-    ) -> AsyncIterator[m.FromCoordinator]:
-        first = await anext(aiter(requests))
-        if not isinstance(first, m.Join):
-            yield m.Refused(f"the first message must be Join, got {type(first).__name__} from {context.peer()}")
+    async def _agent_stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[m.FromCoordinator]:
+        first = await self._first(requests, context)
+        if isinstance(first, str):
+            yield self._refuse(first, f"a caller at {context.peer()}")
             return
         incarnation = first.incarnation
-        if incarnation in self._outboxes:
+        if incarnation in self._callers:
             yield m.Refused(f"{incarnation} is connected already; every life of an agent has a name of its own")
             return
-        outbox = self._outboxes[incarnation] = asyncio.Queue()
+        caller = self._callers[incarnation] = _Caller()
         self._apply(self.control.handle(incarnation, first, time.monotonic()))
-        reader = asyncio.get_running_loop().create_task(self._read(incarnation, requests, outbox))
+        reader = asyncio.get_running_loop().create_task(self._read(incarnation, first.node, requests, caller))
         try:
-            while (message := await outbox.get()) is not None:
+            while (message := await caller.outbox.get()) is not None:
                 yield message
                 if isinstance(message, m.Refused | m.Stop):
                     break
         finally:
             reader.cancel()
-            self._outboxes.pop(incarnation, None)
-            self._apply(self.control.handle(incarnation, m.AgentLost("its connection closed"), time.monotonic()))
+            self._callers.pop(incarnation, None)
+            self._apply(self.control.handle(incarnation, m.AgentLost(caller.evidence), time.monotonic()))
 
-    async def _read(self, incarnation: str, requests: AsyncIterator[m.FromAgent], outbox: asyncio.Queue[Any]) -> None:
+    async def _first(self, requests: AsyncIterator[bytes], context: Any) -> m.Join | str:
+        """What a caller says first; in words, if that does not let it in."""
+        if wire.role_of(context) != "agent":
+            return f"agents show an agent's certificate, this is one of the role {wire.role_of(context)!r}"
+        try:
+            async with asyncio.timeout(_JOIN_TIMEOUT_S):
+                raw = await anext(aiter(requests), None)
+        except TimeoutError:
+            return f"nothing was said within {_JOIN_TIMEOUT_S:g} s; the first message must be Join"
+        if raw is None:
+            return "nothing was said; the first message must be Join"
+        try:
+            first = wire.decode_from_agent(raw)
+        except Malformed as wrong:
+            return wire.why_no_join(raw, wrong)
+        if not isinstance(first, m.Join):
+            return f"the first message must be Join, got {type(first).__name__}"
+        impossible = nonsense(first, 0, 0)
+        return f"no agent joins with this: {impossible}" if impossible else first
+
+    async def _read(self, incarnation: str, node: str, requests: AsyncIterator[bytes], caller: _Caller) -> None:
+        """Every message of an agent, until its connection ends. One that no agent would send changes nothing and ends it: whoever
+        sends such a thing is of another version, or its memory is damaged."""
+        grid, workers = self.control.config.grid, self.control.config.ranks_per_node
+        refusal: m.Refused | None = None
         with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
-            async for message in requests:
+            async for raw in requests:
+                try:
+                    message = wire.decode_from_agent(raw)
+                    if impossible := nonsense(message, grid.world_size, workers):
+                        raise Malformed(f"{type(message).__name__} with {impossible}")
+                except Malformed as wrong:
+                    caller.evidence = f"it sent what no agent of this job says: {wrong}"
+                    refusal = self._refuse(caller.evidence, f"node {node}")
+                    break
                 if isinstance(message, m.StepDone) and message.record.version == self.control.version:
                     self.recorder.step(message.record)
                     self._arm_due(message.record.step)
                 elif isinstance(message, m.Acknowledged):
                     self.recorder.copied(message)
                 self._apply(self.control.handle(incarnation, message, time.monotonic()))
-        outbox.put_nowait(None)
+        caller.outbox.put_nowait(refusal)
+
+    def _refuse(self, why: str, who: str) -> m.Refused:
+        """Say it to the sender, and write it down."""
+        self._apply([Log("refused", f"{who}: {why}", {"from": who})])
+        return m.Refused(f"{who}: {why}")
 
     async def _tick(self, address: str) -> None:
         """Before anybody is given up for silence, this process says something to itself the way agents do: what they have said waits
         perhaps in a thread of gRPC that does not get its turn. A late tick is a pause, which the lease forgives."""
-        async with grpc.aio.insecure_channel(address, options=wire.OPTIONS) as channel:
-            ask = channel.unary_unary(
-                f"/{wire.SERVICE}/{wire.COMMAND}", request_serializer=wire.encode, response_deserializer=wire.decode_status
-            )
+        async with wire.channel(address, self._shown) as channel:
+            ask = channel.unary_unary(f"/{wire.SERVICE}/{wire.COMMAND}", request_serializer=wire.encode)
             while True:
                 await asyncio.sleep(_TICK_S)
                 if self.control.lease.doubtful(self.control.agents.values(), time.monotonic()):
                     with contextlib.suppress(grpc.aio.AioRpcError):  # it hears nothing at all: then nothing is waited for
-                        await ask(wire.Command(self.control.config.token), timeout=_HEARING_TIMEOUT_S)
+                        await ask(wire.Command(), timeout=_HEARING_TIMEOUT_S)
                 self._apply(self.control.tick(time.monotonic()))
 
     def _apply(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Send):
-                outbox = self._outboxes.get(decision.incarnation)
-                if outbox is not None:
-                    outbox.put_nowait(decision.message)
+                caller = self._callers.get(decision.incarnation)
+                if caller is not None:
+                    caller.outbox.put_nowait(decision.message)
                 if isinstance(decision.message, m.Commit):
                     self.recorder.committed(decision.message.generation)
                 elif isinstance(decision.message, m.Resume):
@@ -175,9 +221,15 @@ class Coordinator:
 
     # ---- users
 
-    async def _command(self, command: wire.Command, context: Any) -> wire.Status:
-        if command.token != self.control.config.token:
-            return wire.Status(False, "this is not the job's token; the run directory's job.json has it")
+    async def _command(self, raw: bytes, context: Any) -> wire.Status:
+        role = wire.role_of(context)
+        if role not in ("user", "coordinator"):
+            return wire.Status(False, f"commands take a user's certificate, this is one of the role {role!r}; credentials/user.crt is one")
+        try:
+            command = wire.decode_command(raw)
+        except Malformed as wrong:
+            self._refuse(f"a command cannot be read: {wrong}", f"a caller at {context.peer()}")
+            return wire.Status(False, f"{wrong}; use the `deadpool` that started the job")
         text = ""
         if command.injection is not None:
             decisions = self.control.handle("", m.Inject(command.injection), time.monotonic())

@@ -1,15 +1,21 @@
 """gRPC without generated code: one bidirectional stream an agent, one unary call for a user's commands, msgpack inside.
 
-The messages are control/messages.py; msgspec checks every field's type, gRPC bounds every message's size.
+The messages are control/messages.py; msgspec checks every field's type, gRPC bounds every message's size. Every connection is TLS,
+and both sides show a certificate of the job's own authority (security/). The server takes messages as bytes and reads them itself,
+so that it can refuse one by its sender's name.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import msgspec
 
+from ..codec import decoder
 from ..control import messages as m
+from ..errors import Malformed
+from ..security.files import Credentials, name_of
 
 SERVICE = "deadpool.Coordinator"
 AGENT_STREAM = "Agent"
@@ -27,9 +33,8 @@ OPTIONS = (
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A user's command to a running job."""
+    """A user's command to a running job. Who may give it is said by the certificate."""
 
-    token: str
     injection: m.Injection | None = None
 
 
@@ -46,8 +51,64 @@ class Status(msgspec.Struct, frozen=True):
     spares: list[str] = []
 
 
+class _OldJoin(msgspec.Struct):
+    """What a Join has had in every protocol."""
+
+    protocol: int
+    node: str = "?"
+
+
 encode = msgspec.msgpack.Encoder().encode
-decode_from_agent: Any = msgspec.msgpack.Decoder(m.FromAgent).decode
-decode_from_coordinator: Any = msgspec.msgpack.Decoder(m.FromCoordinator).decode
-decode_command: Any = msgspec.msgpack.Decoder(Command).decode
-decode_status: Any = msgspec.msgpack.Decoder(Status).decode
+decode_from_agent = decoder(m.FromAgent)
+decode_from_coordinator = decoder(m.FromCoordinator)
+decode_command = decoder(Command)
+decode_status = decoder(Status)
+_decode_old_join = decoder(_OldJoin)
+
+
+def why_no_join(raw: bytes, wrong: Malformed) -> str:
+    """Why a first message that cannot be read is refused: it may be the Join of another version."""
+    try:
+        old = _decode_old_join(raw)
+    except Malformed:
+        return str(wrong)
+    if old.protocol == m.PROTOCOL:
+        return str(wrong)
+    return f"protocol {m.PROTOCOL} is spoken here, node {old.node[:255]!r} speaks {old.protocol}; install the same version"
+
+
+# ---- TLS
+
+
+def listen(server: grpc.aio.Server, address: str, shown: Credentials) -> int:
+    """Serve at an address whoever has a certificate of the job; returns the port.
+
+    Raises:
+        RuntimeError: it is taken.
+    """
+    pair = (shown.key, shown.certificate)
+    return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair], shown.authority, require_client_auth=True)))
+
+
+def channel(address: str, shown: Credentials) -> grpc.aio.Channel:
+    """A channel to the job's coordinator, wherever it runs now."""
+    return grpc.aio.secure_channel(address, _client(shown), options=_expecting_coordinator(shown))
+
+
+def blocking_channel(address: str, shown: Credentials) -> grpc.Channel:
+    """The same, for a caller without a loop."""
+    return grpc.secure_channel(address, _client(shown), options=_expecting_coordinator(shown))
+
+
+def _client(shown: Credentials) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate)
+
+
+def _expecting_coordinator(shown: Credentials) -> tuple[tuple[str, Any], ...]:
+    return (*OPTIONS, ("grpc.ssl_target_name_override", name_of("coordinator", shown.run_id)))
+
+
+def role_of(context: Any) -> str:
+    """The role in the certificate of who calls: the first part of its name. gRPC has checked that the job's authority signed it."""
+    names = context.auth_context().get("x509_common_name", [b""])
+    return str(names[0].decode(errors="replace").split(".", 1)[0])

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ..errors import SnapshotMismatch
+from ..codec import decoder
+from ..errors import Malformed, SnapshotMismatch
 from ..snapshot.layout import Header
 
 
@@ -33,7 +34,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Envelope)
+_decode = decoder(Envelope)
 
 
 def is_envelope(header: Header) -> bool:
@@ -53,6 +54,7 @@ def unpack(raw: bytes) -> Envelope:
         SnapshotMismatch: it is none.
     """
     try:
-        return _DECODER.decode(raw)
-    except msgspec.DecodeError as damaged:
+        envelope: Envelope = _decode(raw)
+    except Malformed as damaged:
         raise SnapshotMismatch(f"what was sent without a payload is no envelope: {damaged}") from damaged
+    return envelope

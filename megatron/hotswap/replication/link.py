@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ..errors import PeerFault, SnapshotMismatch
+from ..codec import decoder
+from ..errors import Malformed, PeerFault, SnapshotMismatch
 from .side import SideProcess
 from .tcp_stream import Stream
 from .wire import read_message, write_message
@@ -108,7 +109,7 @@ class Refused(_Message, frozen=True):
 Message = Open | Exchange | Up | Push | Fetch | Go | Have | Chunk | Got | Finish | Give | Stored | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Message).decode
+_decode = decoder(Message)
 _REASON_CHARS_MAX = 4000
 
 
@@ -231,12 +232,12 @@ class Link:
                 self._inbox.put_nowait(message)
                 if isinstance(message, Refused):
                     self._refused = message
+        except Malformed as noise:
+            self.fail(PeerFault(f"the other end sent what is no message: {noise}"))
         except (OSError, PeerFault) as broken:
             if self._refused is not None:  # whoever waits for something else is to hear why
                 self.fail(Refusal(self._refused.reason, self._refused.mismatch, in_order=False))
             self.fail(PeerFault(f"the other end of the link is gone: {broken}"))
-        except msgspec.MsgspecError as noise:
-            self.fail(PeerFault(f"the other end sent what is no message: {noise}"))
         finally:
             async with self._writing:  # closing under a write would leave the loop with a dead descriptor
                 await self._stream.close()

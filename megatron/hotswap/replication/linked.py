@@ -47,6 +47,7 @@ class LinkedTransport(Transport):
     def __init__(self, token: str, interface: str) -> None:
         self._token = token
         self._interface = interface
+        self._strangers = wire.Strangers()
         self._warm: SideProcess | None = None
         self._links: dict[str, Link] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -233,16 +234,16 @@ class LinkedTransport(Transport):
     async def _accept(self, listener: socket.socket, replicas: ReplicaStore) -> None:
         with listener:
             while True:
-                sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-                self._spawn(self._serve_one(Stream(sock), replicas))
+                self._spawn(self._serve_one(Stream(await wire.accept(listener)), replicas))
 
     async def _serve_one(self, stream: Stream, replicas: ReplicaStore) -> None:
         try:
-            async with asyncio.timeout(wire.CONNECT_TIMEOUT_S):
-                await stream.prove_as_server(self._token)
-        except (OSError, PeerFault):
+            await self._strangers.prove(stream, self._token)
+        except BaseException as stranger:
             await stream.close()
-            return
+            if isinstance(stranger, OSError | PeerFault):
+                return
+            raise
         link = Link(stream, self._take_side())
         self._serving.add(link)
         try:

@@ -15,13 +15,15 @@ import socket
 
 import msgspec
 
-from ..errors import PeerFault
+from ..codec import decoder
+from ..errors import Malformed, PeerFault
 from .side import Exchange
 
 #: The world's two processes are told that they are on different nodes, so MPI makes no shared memory of its own, which would
 #: stay in /dev/shm when the process is killed.
 _WORLD = {"PMI_process_mapping": "(vector,(0,2,1))"}
 _LINE_BYTES_MAX = 1 << 16
+_decode_put = decoder(dict[str, str])
 _ANSWERS = {
     "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1",
     "get_maxes": "cmd=maxes rc=0 kvsname_max=64 keylen_max=64 vallen_max=4096",
@@ -59,7 +61,7 @@ async def serve(sock: socket.socket, exchange: Exchange) -> None:
             elif command == "barrier_in":
                 theirs = await exchange(msgspec.msgpack.encode(put))
                 known.update(put)
-                known.update(msgspec.msgpack.decode(theirs, type=dict[str, str]))
+                known.update(_decode_put(theirs))
                 put.clear()
                 answer = "cmd=barrier_out rc=0"
             elif command == "get":
@@ -71,7 +73,7 @@ async def serve(sock: socket.socket, exchange: Exchange) -> None:
                 raise PeerFault(f"MPI asked its process manager for {line[:200]!r}, which a world of two does not have")
             writer.write(answer.encode() + b"\n")
             await writer.drain()
-    except (KeyError, msgspec.MsgspecError, OSError) as wrong:
+    except (KeyError, Malformed, OSError) as wrong:
         raise PeerFault(f"the exchange of MPI's addresses broke: {type(wrong).__name__}: {wrong}") from wrong
     finally:
         with contextlib.suppress(OSError):

@@ -25,7 +25,8 @@ from typing import Any
 
 import msgspec
 
-from ..errors import PeerFault
+from ..codec import decoder
+from ..errors import Malformed, PeerFault
 from ..processes import end_in_words
 from ..snapshot.slots import Slots
 
@@ -124,7 +125,7 @@ FromAgent = Begin | Meet | Map | Unmap | Offer | Take
 FromSide = Ready | Hello | Linked | Offered | Taken | Failed
 
 encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(FromSide).decode
+_decode = decoder(FromSide)
 
 
 class SideProcess:
@@ -239,7 +240,11 @@ class SideProcess:
         if not data:
             self._ended("")
             return
-        message = _decode(data)
+        try:
+            message = _decode(data)
+        except Malformed as noise:
+            self._ended(f"it sent what is no message: {noise}")
+            return
         if isinstance(message, Failed):
             self.fail(PeerFault(f"the side process failed: {message.reason}"))
             return

@@ -8,7 +8,7 @@
 The owner deals the chunks over the streams, each to the one that is free; the holder answers NOPE with a text at any time, or HAVE
 with a checksum where this snapshot seems to be there already. A fetch begins with FETC, answered by GIVE and an offer; then the
 streams run the other way, and the holder ends with OKAY and the header, or DMGD where its replica is damaged. Each connection
-begins with a mutual proof of the job's token (tcp_stream.py).
+begins with a mutual proof of the job's token (tcp_stream.py), inside TLS if that is asked for (tls_stream.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PeerFault, SnapshotMismatch
+from ..security.tls import PeerTls
 from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import Slots
 from . import wire
@@ -64,6 +65,10 @@ class _Bundle:
         """Whether all the idle connections are still good."""
         return all(stream.peer_is_there() for stream in (self.control, *self.streams))
 
+    def worn_out(self) -> bool:
+        """Whether it should not be used for another transfer."""
+        return any(stream.worn_out for stream in (self.control, *self.streams))
+
     async def close(self) -> None:
         """Returns when no thread uses the transfer's memory any more."""
         self.stop.set()
@@ -99,11 +104,15 @@ class _Bundle:
 class TcpTransport(Transport):
     """See the module docstring.
 
+    `tls` encrypts; without it whoever can read the network between the nodes can read the snapshots.
     `streams` and `chunk_bytes` are those of transfers that begin here; a fetch runs over as many streams as who fetches wants.
     """
 
-    def __init__(self, token: str, interface: str, *, streams: int = STREAMS, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, token: str, interface: str, *, streams: int = STREAMS, chunk_bytes: int = CHUNK_BYTES, tls: PeerTls | None = None
+    ) -> None:
         self._token = token
+        self._tls = tls
         self._interface = interface
         self._streams = streams
         self._chunk_bytes = chunk_bytes
@@ -115,7 +124,7 @@ class TcpTransport(Transport):
 
     async def serve(self, replicas: ReplicaStore) -> str:
         self._memory_version = lambda: replicas.version
-        self._server = Server(self._token, replicas, self._chunk_bytes)
+        self._server = Server(self._token, replicas, self._chunk_bytes, self._tls)
         return self._server.begin(wire.listen(self._interface, self._size_buffers))
 
     async def push(self, address: str, outgoing: Outgoing) -> None:
@@ -135,7 +144,10 @@ class TcpTransport(Transport):
             if isinstance(broken, OSError):
                 raise PeerFault(f"the holder at {address} is gone: {broken}") from broken
             raise
-        self._idle.setdefault(address, []).append(bundle)
+        if bundle.worn_out():
+            await self._close(bundle)
+        else:
+            self._idle.setdefault(address, []).append(bundle)
 
     async def fetch(self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve) -> tuple[Slots, int, Header]:
         bundle = await self._connect(address)
@@ -177,7 +189,7 @@ class TcpTransport(Transport):
 
     async def _connect(self, address: str) -> _Bundle:
         opening = [
-            asyncio.ensure_future(wire.connect(address, self._interface, self._token, self._size_buffers))
+            asyncio.ensure_future(wire.connect(address, self._interface, self._token, self._size_buffers, self._tls))
             for _ in range(self._streams + 1)
         ]
         try:

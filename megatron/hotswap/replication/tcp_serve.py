@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import HotSwapError, PeerFault, SnapshotMismatch
+from ..security.tls import PeerTls
 from ..snapshot.layout import HEADER_BYTES, Header
+from . import wire
 from .incoming import Incoming
 from .outgoing import Outgoing
 from .tcp_stream import Offer, Stream, deal, receive_chunks, send_chunks
+from .tls_stream import open_stream
 from .transfer import ReplicaStore
-
-_PROOF_TIMEOUT_S = 5.0
 
 
 class _Transfer:
@@ -67,8 +68,10 @@ class _Transfer:
 class Server:
     """Serves one agent's replica store."""
 
-    def __init__(self, token: str, replicas: ReplicaStore, chunk_bytes: int) -> None:
+    def __init__(self, token: str, replicas: ReplicaStore, chunk_bytes: int, tls: PeerTls | None) -> None:
         self._token = token
+        self._tls = tls
+        self._strangers = wire.Strangers()
         self._replicas = replicas
         self._chunk_bytes = chunk_bytes
         self._listener: socket.socket | None = None
@@ -97,14 +100,12 @@ class Server:
         task.add_done_callback(self._tasks.discard)
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
-            self._spawn(self._serve_one(Stream(sock)))
+            self._spawn(self._serve_one(open_stream(await wire.accept(listener), self._tls, server=True)))
 
     async def _serve_one(self, stream: Stream) -> None:
         try:
-            await asyncio.wait_for(stream.prove_as_server(self._token), _PROOF_TIMEOUT_S)
+            await self._strangers.prove(stream, self._token)
             while True:
                 verb = await stream.read(4)
                 if verb == b"JOIN":

@@ -1,4 +1,5 @@
-"""One TCP connection between two agents: the proof of the job's token, frames, and chunks on a thread of their own.
+"""One TCP connection between two agents: the proof of the job's token, frames, and chunks on a thread of their own. In clear; over
+TLS it is the same (tls_stream.py).
 
 Every fixed part ends with a CRC32C of itself, and every length is bounded before memory is taken for it. Nothing that arrives is
 unpickled.
@@ -17,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -118,6 +119,37 @@ class Answer:
     text: str
 
 
+class Pipe(Protocol):
+    """Bytes straight out of and into memory, by a thread that may be held. All raise OSError when the connection breaks."""
+
+    def send(self, address: int, length: int, head: bytes) -> None:
+        """The head, then the bytes at the address."""
+
+    def send_summed(self, address: int, length: int, head: bytes) -> int:
+        """The same; returns the CRC32C of the bytes at the address."""
+        ...
+
+    def receive(self, address: int, length: int) -> int:
+        """So many bytes to the address; returns their CRC32C."""
+        ...
+
+
+class _Plain(Pipe):
+    """In clear: the engine's calls, each pass over memory without Python's lock."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def send(self, address: int, length: int, head: bytes) -> None:
+        deadpool_ext.send_all(self._fd, address, length, head)
+
+    def send_summed(self, address: int, length: int, head: bytes) -> int:
+        return deadpool_ext.send_summed(self._fd, address, length, head)
+
+    def receive(self, address: int, length: int) -> int:
+        return deadpool_ext.recv_all(self._fd, address, length)
+
+
 class Stream:
     """A connected socket on the running loop: frames are awaited here, chunks go through a thread without Python's lock."""
 
@@ -148,11 +180,15 @@ class Stream:
         buffer = bytearray(length)
         view = memoryview(buffer)
         while view:
-            count = await self._loop.sock_recv_into(self.sock, view)
+            count = await self._receive_into(view)
             if count == 0:
                 raise PeerFault("the peer closed the connection in the middle of a transfer")
             view = view[count:]
         return bytes(buffer)
+
+    async def _receive_into(self, view: memoryview) -> int:
+        """Some bytes; 0 where the peer has closed."""
+        return await self._loop.sock_recv_into(self.sock, view)
 
     async def answer(self, verb: bytes, version: int, text: str = "", crc32c: int = 0) -> None:
         """Say something to a frame."""
@@ -207,7 +243,7 @@ class Stream:
     # ---- chunks
 
     def in_thread(self, work: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
-        """Run `work(fd, *arguments)` on a thread of its own, so that no number of stalled peers can use up a pool.
+        """Run `work(pipe, *arguments)` on a thread of its own, so that no number of stalled peers can use up a pool.
 
         Meanwhile the socket blocks, so that the kernel waits in the call (polling costs a tenth of the bandwidth), and no frame
         is read or written: that would stop the loop.
@@ -226,7 +262,7 @@ class Stream:
         def run() -> None:
             error: BaseException | None = None
             try:
-                work(self.sock.fileno(), *arguments)
+                work(self._pipe(), *arguments)
             except BaseException as broken:
                 error = broken
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
@@ -236,6 +272,9 @@ class Stream:
         threading.Thread(target=run, name="deadpool-h2h", daemon=True).start()
         return done
 
+    def _pipe(self) -> Pipe:
+        return _Plain(self.sock.fileno())
+
     def _require_no_thread(self) -> None:
         if self._thread is not None and not self._thread.done():
             raise PeerFault("a frame was due on a connection whose thread still moves chunks; the connection is given up")
@@ -244,6 +283,11 @@ class Stream:
         """End whatever uses the socket, at once."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def worn_out(self) -> bool:
+        """Whether nothing more should be begun on this connection."""
+        return False
 
     def peer_is_there(self) -> bool:
         """Whether an idle connection, on which nothing is due, is still good."""
@@ -272,7 +316,7 @@ def _proof(token: str, side: bytes, of_server: bytes, of_client: bytes) -> bytes
     return hmac.new(token.encode(), side + of_server + of_client, hashlib.sha256).digest()
 
 
-def send_chunks(fd: int, outgoing: Outgoing, deal: Iterator[int], stop: threading.Event) -> None:
+def send_chunks(pipe: Pipe, outgoing: Outgoing, deal: Iterator[int], stop: threading.Event) -> None:
     """Thread of a stream that sends: the next chunk that no other stream has, until there are none."""
     chunks, base, before = len(outgoing.chunks), outgoing.base, 0
     while (index := next(deal)) < chunks and not stop.is_set():
@@ -280,26 +324,26 @@ def send_chunks(fd: int, outgoing: Outgoing, deal: Iterator[int], stop: threadin
         head = sealed(_CHUNK.pack(index, length, before))
         known = outgoing.known(index)
         if known is None:
-            before = deadpool_ext.send_summed(fd, base + offset, length, head)
+            before = pipe.send_summed(base + offset, length, head)
             outgoing.learn(index, before)
         else:
-            deadpool_ext.send_all(fd, base + offset, length, head)
+            pipe.send(base + offset, length, head)
             before = known
-    deadpool_ext.send_all(fd, 0, 0, sealed(_CHUNK.pack(_NO_MORE, 0, before)))
+    pipe.send(0, 0, sealed(_CHUNK.pack(_NO_MORE, 0, before)))
 
 
-def receive_chunks(fd: int, incoming: Incoming) -> None:
+def receive_chunks(pipe: Pipe, incoming: Incoming) -> None:
     """Thread of a stream that receives: straight into the slot, until the other side says that no more come."""
     buffer = np.zeros(_CHUNK_HEAD_BYTES, dtype=np.uint8)
     before: tuple[int, int] | None = None  # index and checksum of the chunk that the next head speaks of
     while True:
-        deadpool_ext.recv_all(fd, buffer.ctypes.data, _CHUNK_HEAD_BYTES)
+        pipe.receive(buffer.ctypes.data, _CHUNK_HEAD_BYTES)
         index, length, promised = _CHUNK.unpack(unsealed(buffer.tobytes(), "the head of a chunk"))
         if before is not None:
             incoming.arrived(*before, promised)
         if index == _NO_MORE:
             return
-        before = index, deadpool_ext.recv_all(fd, incoming.place(index, length), length)
+        before = index, pipe.receive(incoming.place(index, length), length)
 
 
 def deal() -> Iterator[int]:

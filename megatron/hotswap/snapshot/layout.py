@@ -123,7 +123,11 @@ class Header:
         _, version, rank, generation, metadata, payload, crc, run_id, layout_hash = _HEADER.unpack(body)
         if version != FORMAT_VERSION:
             raise SnapshotMismatch(f"snapshot format {FORMAT_VERSION} is read here, got {version}")
-        return cls(run_id.rstrip(b"\0").decode(), rank, generation, layout_hash, metadata, payload, crc)
+        try:
+            text = run_id.rstrip(b"\0").decode()
+        except UnicodeDecodeError as noise:
+            raise SnapshotMismatch(f"a run id is text, the snapshot header has {run_id!r}") from noise
+        return cls(text, rank, generation, layout_hash, metadata, payload, crc)
 
     def require(self, *, run_id: str, rank: int, generation: int, layout_hash: bytes | None = None) -> None:
         """Check that this is the snapshot that was asked for.

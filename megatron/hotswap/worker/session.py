@@ -20,7 +20,7 @@ import deadpool_ext
 from ..agent import local
 from ..control import messages as m
 from ..environment import WorkerEnvironment
-from ..errors import Halted
+from ..errors import Halted, Malformed
 from ..snapshot.slots import ControlBlock, Word
 from . import faults
 
@@ -74,6 +74,8 @@ class Session:
                 self._hear(message, fds)
         except (EOFError, OSError):
             end_process(3, "its agent is gone")
+        except Malformed as noise:
+            end_process(3, f"its agent speaks another language: {noise}")
 
     def _hear(self, message: Any, fds: tuple[int, ...]) -> None:
         if isinstance(message, m.Halt):
