@@ -170,7 +170,7 @@ def test_deadlines_in_the_wrong_order_are_refused(tmp_path):
 
 def test_a_directory_in_which_a_job_runs_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/job.json").write_text('{"coordinator": "127.0.0.1:1", "token": "t", "run_id": "r", "pid": 1}')
+    (tmp_path / "run/job.json").write_text('{"coordinator": "127.0.0.1:1", "run_id": "r", "pid": 1}')
     with pytest.raises(UsageError, match=r"a job \(process 1\) runs in"):
         prepare(launch(tmp_path))
 
@@ -181,7 +181,7 @@ def test_results_of_an_earlier_run_do_not_stay(tmp_path):
         (tmp_path / "run" / name).write_text("old")
     (tmp_path / "run/mine.txt").write_text("mine")
     prepare(launch(tmp_path))
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["logs", "mine.txt"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["credentials", "logs", "mine.txt"]
     assert not list((tmp_path / "run/logs").iterdir())
 
 

@@ -40,7 +40,7 @@ def test_no_job_in_the_directory_is_said_in_words(tmp_path, monkeypatch, capsys)
         code, said = run_deadpool(monkeypatch, capsys, *command, "--run-dir", tmp_path)
         assert code == 2
         assert f"no job runs in {tmp_path}" in said
-    (tmp_path / "job.json").write_text('{"coordinator": "127.0.0.1:1", "token": "t", "pid": 999999999}')
+    (tmp_path / "job.json").write_text('{"coordinator": "127.0.0.1:1", "run_id": "r", "pid": 999999999}')
     code, said = run_deadpool(monkeypatch, capsys, "status", "--run-dir", tmp_path)
     assert (code, "no job runs" in said) == (2, True)
 

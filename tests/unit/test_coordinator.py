@@ -10,26 +10,28 @@ import time
 from megatron.hotswap.control.config import ControlConfig
 from megatron.hotswap.control.state import Phase
 from megatron.hotswap.coordinator.service import Coordinator
+from megatron.hotswap.security.authority import issue
 from megatron.hotswap.topology.grid import Grid
 
 #: An agent as far as the coordinator sees one: it joins, its worker is warm, then it beats.
 _AGENT = """
 import asyncio, sys
-import grpc
+from pathlib import Path
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.coordinator import wire
+from megatron.hotswap.security import files
 
-async def say(node):
-    yield m.Join(m.PROTOCOL, "run", "token", node, f"{node}-1", 1, f"{node}:1", "")
+async def say(node, shown):
+    yield m.Join(m.PROTOCOL, "run", shown.token, node, f"{node}-1", 1, f"{node}:1", "")
     yield m.WorkerReady(0, f"{node}:2")
     while True:
         yield m.Heartbeat(1)
         await asyncio.sleep(INTERVAL)
 
-async def main(address, node):
-    async with grpc.aio.insecure_channel(address, options=wire.OPTIONS) as channel:
-        call = channel.stream_stream(f"/{wire.SERVICE}/{wire.AGENT_STREAM}",
-            request_serializer=wire.encode, response_deserializer=wire.decode_from_coordinator)(say(node))
+async def main(address, node, run_dir):
+    shown = files.read(Path(run_dir), "agent", "run")
+    async with wire.channel(address, shown) as channel:
+        call = channel.stream_stream(f"/{wire.SERVICE}/{wire.AGENT_STREAM}", request_serializer=wire.encode)(say(node, shown))
         async for _ in call:
             pass
 
@@ -39,8 +41,8 @@ LEASE_S, INTERVAL_S = 0.9, 0.3
 WAIT_S = 60.0
 
 
-def agent(address: str, node: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", _AGENT.replace("INTERVAL", str(INTERVAL_S)), address, node])
+def agent(address: str, node: str, run_dir) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", _AGENT.replace("INTERVAL", str(INTERVAL_S)), address, node, str(run_dir)])
 
 
 async def until(true) -> None:
@@ -51,10 +53,10 @@ async def until(true) -> None:
 
 
 async def story(run_dir) -> None:
-    control = ControlConfig("run", "token", Grid(2), 2, 0, lease_s=LEASE_S, heartbeat_interval_s=INTERVAL_S)
+    control = ControlConfig("run", issue(run_dir, "run"), Grid(2), 2, 0, lease_s=LEASE_S, heartbeat_interval_s=INTERVAL_S)
     coordinator = Coordinator(control, run_dir)
     address = await coordinator.start("127.0.0.1", 0)
-    agents = {node: agent(address, node) for node in ("a", "b")}
+    agents = {node: agent(address, node, run_dir) for node in ("a", "b")}
     try:
         await until(lambda: coordinator.control.phase is Phase.TRAINING)
         for pause in (2.0, 0.2, 0.28, 1.0, 0.28, 0.28, 0.28, 3.0):

@@ -183,6 +183,8 @@ async def run(
         nodes.end()
         await coordinator.stop()
         (launch.run_dir / JOB_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            credentials.forget(launch.run_dir)
         show(coordinator)
     assert coordinator.control.exit_code is not None
     return coordinator.control.exit_code

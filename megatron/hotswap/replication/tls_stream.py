@@ -72,7 +72,7 @@ class TlsStream(Stream):
             except ssl.SSLZeroReturnError:
                 return 0
             except ssl.SSLError as failure:
-                raise PeerFault(f"what came is not what was sent: {in_words(failure)}") from failure
+                raise PeerFault(in_words(failure)) from failure
 
     async def _flush(self) -> None:
         if sealed := self._outgoing.read():

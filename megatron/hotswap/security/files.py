@@ -125,13 +125,23 @@ def write_folder(run_dir: Path, contents: dict[str, bytes]) -> None:
     """
     folder = run_dir / FOLDER
     try:
-        if folder.is_dir() and not folder.is_symlink():
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
+        forget(run_dir)
         folder.mkdir(mode=0o700)
         for name, content in contents.items():
             with os.fdopen(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
                 file.write(content)
     except OSError as failure:
         raise UsageError(f"the job's credentials cannot be written to {folder}: {failure}; give a --run-dir of your own") from failure
+
+
+def forget(run_dir: Path) -> None:
+    """Remove the credentials of a job that is over: they are of no more use, and should not lie about.
+
+    Raises:
+        OSError: something else lies there.
+    """
+    folder = run_dir / FOLDER
+    if folder.is_dir() and not folder.is_symlink():
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
