@@ -141,6 +141,18 @@ def test_continuing_from_a_checkpoint(tmp_path: Path, reference_of: Callable[[st
     assert steps(tmp_path / "continued") == reference.steps(EVERY, 12)
 
 
+def test_encrypted_snapshots_bring_a_lost_node_back(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
+    """With --hot-swap-encrypt replicas travel over TLS, to the holder and back to the spare, with the same bits as the result."""
+    planned, iterations = schedule([Fault("kill", "h2h"), Fault("kill", "backward")], BY_TWO.world_size)
+    run_dir = tmp_path / "disturbed"
+    summary = run_job(BY_TWO, run_dir, [*argv(BY_TWO, iterations, None), "--hot-swap-encrypt"], spares=1, faults=planned)
+    assert summary["exit_code"] == 0, summary["ended"]
+    assert [(r["kind"], r["bytes_restored"] > 0) for r in summary["recoveries"]] == [("swap", True)] * 2
+    assert steps(run_dir) == reference_of("tp2-dp2").steps(0, iterations)
+    assert all("encrypted (TLS 1.3)" in log.read_text() for log in (run_dir / "logs").glob("agent-*.log"))
+    assert not (run_dir / "credentials").exists()  # the job is over, and its secrets with it
+
+
 def test_a_frozen_node_that_wakes_up_is_refused(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
     """Guarantee 1: a node thought dead that comes back does no harm and ends itself."""
     case = BY_TWO

@@ -175,7 +175,7 @@ class Agent:
             except grpc.aio.AioRpcError as broken:
                 why = f"{broken.code().name} {broken.details()}"
                 if heard:
-                    raise Fenced(f"the connection to {where} broke: {why}") from broken
+                    raise Fenced(f"the connection to the coordinator broke: {why}") from broken
                 loop = asyncio.get_running_loop()
                 why = await loop.run_in_executor(None, why_refused, self.place.coordinator, self._shown) or why
                 raise Fenced(f"{where} is not reached: {why}") from broken

@@ -23,6 +23,7 @@ from .side import Exchange
 #: stay in /dev/shm when the process is killed.
 _WORLD = {"PMI_process_mapping": "(vector,(0,2,1))"}
 _LINE_BYTES_MAX = 1 << 16
+_KEYS_MAX = 1024  # between two barriers; MPICH puts one or two
 _decode_put = decoder(dict[str, str])
 _ANSWERS = {
     "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1",
@@ -55,13 +56,13 @@ async def serve(sock: socket.socket, exchange: Exchange) -> None:
             command = words.get("cmd", "")
             if command in answers:
                 answer = answers[command]
-            elif command == "put":
+            elif command == "put" and len(put) < _KEYS_MAX:
                 put[words["key"]] = words["value"]
                 answer = "cmd=put_result rc=0 msg=success"
             elif command == "barrier_in":
                 theirs = await exchange(msgspec.msgpack.encode(put))
                 known.update(put)
-                known.update(_decode_put(theirs))
+                known.update(_printable(_decode_put(theirs)))
                 put.clear()
                 answer = "cmd=barrier_out rc=0"
             elif command == "get":
@@ -78,6 +79,18 @@ async def serve(sock: socket.socket, exchange: Exchange) -> None:
     finally:
         with contextlib.suppress(OSError):
             writer.close()
+
+
+def _printable(said: dict[str, str]) -> dict[str, str]:
+    """What the other end has put, which becomes part of lines here.
+
+    Raises:
+        PeerFault: it would end a line.
+    """
+    for text in (*said, *said.values()):
+        if not text.isprintable():
+            raise PeerFault(f"the other end's MPI has put what is no line of PMI-1: {text[:200]!r}")
+    return said
 
 
 async def _line(reader: asyncio.StreamReader) -> str:
