@@ -1,7 +1,7 @@
 """Messages that are of the right types and yet cannot be meant: ranks that do not exist, times that are no times. Pure.
 
-The service asks before the core sees a message: the core's handlers may then use ranks as indices, and what a run leaves can be
-written. A message that is merely late or repeated is none of these; the core drops it.
+The service asks before the core and the recorder see a message, so no number grows without bound, no name leads a file elsewhere, and
+what a run leaves can be written and read again. A message that is merely late or repeated is none of these; the core drops it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from . import messages as m
 
 _GENERATION_MAX = 1 << 62
 _NAME_CHARS_MAX = 255
-_TEXT_CHARS_MAX = 64 << 10
 #: Names become parts of file names and of lines that a terminal shows.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _ADDRESS = re.compile(r"[A-Za-z0-9._-]{1,255}:[0-9]{1,5}")
-_DOMAIN = re.compile(r"[\w./:@ -]*")
 
 
 def nonsense(event: m.Event, world_size: int, workers: int) -> str:
@@ -40,11 +38,8 @@ def nonsense(event: m.Event, world_size: int, workers: int) -> str:
             wrong.append(f"{name} {number}")
     for name in ("d2h_s", "h2h_s", "out_s", "rebuild_s", "restore_s"):
         seconds = getattr(event, name, 0.0)
-        if not (math.isfinite(seconds) and seconds >= 0):
+        if not math.isfinite(seconds):  # a difference of clock readings may be negative by a rounding
             wrong.append(f"{name} {seconds}")
-    for name in ("text", "evidence", "kind"):
-        if len(getattr(event, name, "")) > _TEXT_CHARS_MAX:
-            wrong.append(f"{name} of {len(getattr(event, name))} characters")
     return ", ".join(wrong)
 
 
@@ -56,7 +51,7 @@ def _of_join(event: m.Join) -> str:
     ]
     if not _ADDRESS.fullmatch(event.h2h):
         wrong.append(f"address {event.h2h[:_NAME_CHARS_MAX]!r}")
-    if len(event.domain) > _NAME_CHARS_MAX or not _DOMAIN.fullmatch(event.domain):
+    if len(event.domain) > _NAME_CHARS_MAX or not event.domain.isprintable():
         wrong.append(f"failure domain {event.domain[:_NAME_CHARS_MAX]!r}")
     return ", ".join(wrong)
 
@@ -67,7 +62,7 @@ def _of_step(record: m.StepRecord) -> str:
         if not 0 <= getattr(record, name) < _GENERATION_MAX:
             wrong.append(f"{name} {getattr(record, name)}")
     for name in ("seconds", "exposed_stall_s"):
-        if not (math.isfinite(getattr(record, name)) and getattr(record, name) >= 0):
+        if not math.isfinite(getattr(record, name)):
             wrong.append(f"{name} {getattr(record, name)}")
     for name, text in (*record.loss.items(), ("gradient norm", record.grad_norm)):
         try:

@@ -19,7 +19,7 @@ from .tcp_stream import Pipe, Stream
 
 #: Sealed and sent, or received and opened, at a time: small enough to stay in a core's cache between the steps (checksum, cipher,
 #: copies), large enough that a system call and a turn of a Python loop (20 us) are a tenth of what the cipher takes.
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 512 << 10
 #: A key of AES-GCM must not seal more than 2^24.5 records of 16 KiB (RFC 8446, section 5.5), and OpenSSL does not change it by itself.
 #: Connections are made anew after a third of that, so the snapshot under way then still fits in.
 _WORN_OUT_BYTES = 1 << 37
