@@ -227,7 +227,7 @@ def test_the_agent_imports_no_torch():
     """Agents are small and start in milliseconds: in a fresh process, their modules bring in neither torch nor Megatron."""
     code = (
         "import sys, megatron.hotswap.agent.main, megatron.hotswap.coordinator.service; "
-        "print([m for m in ('torch', 'megatron.core', 'megatron.training') if m in sys.modules])"
+        "print([m for m in ('torch', 'megatron.core', 'megatron.training', 'cryptography') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "[]"

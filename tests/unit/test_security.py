@@ -18,6 +18,7 @@ import grpc
 import msgspec
 import pytest
 
+from megatron.hotswap import config
 from megatron.hotswap.cli.client import call
 from megatron.hotswap.cli.launch import Job
 from megatron.hotswap.control import messages as m
@@ -25,6 +26,7 @@ from megatron.hotswap.control.config import ControlConfig
 from megatron.hotswap.coordinator import wire
 from megatron.hotswap.coordinator.service import Coordinator
 from megatron.hotswap.errors import UsageError
+from megatron.hotswap.replication.transports import protection
 from megatron.hotswap.security import authority, files, tls
 from megatron.hotswap.topology.grid import Grid
 
@@ -439,3 +441,20 @@ async def test_an_agent_says_itself_why_it_is_not_let_in(tmp_path):
         code, said = await loop.run_in_executor(None, agent_process, job, other)
         assert (code, "token is open to other users (mode 0644" in said, "Traceback" in said) == (2, True, False)
         assert job.coordinator.control.agents == {}
+
+
+# ---- the flag
+
+
+def test_transports_that_are_not_encrypted_by_us_are_refused_with_the_flag():
+    assert config.parse(["--hot-swap-encrypt"]).encrypt and not config.parse([]).encrypt
+    for transport in ("mpi", "nixl"):
+        with pytest.raises(UsageError, match=rf"--hot-swap-encrypt .* this job has {transport}, whose library .* in clear: leave the"):
+            config.parse(["--hot-swap-encrypt", "--hot-swap-transport", transport])
+
+
+def test_how_snapshots_travel_is_said():
+    said = {flags: protection(config.parse(flags.split())) for flags in ("", "--hot-swap-encrypt", "--hot-swap-transport mpi")}
+    assert said[""] == "not encrypted (--hot-swap-encrypt does it)"
+    assert said["--hot-swap-encrypt"] == "encrypted (TLS 1.3)"
+    assert said["--hot-swap-transport mpi"] == "not encrypted, and connected by mpi itself: its network must be yours alone"

@@ -16,6 +16,7 @@ from ..config import parse
 from ..control.state import ControlConfig
 from ..coordinator.service import Coordinator
 from ..errors import UsageError
+from ..replication.transports import protection
 from .checks import describe_grid, flags_added_here, grid_of, lease_for_shared_cores, megatron_flags
 from .faults import parse_scheduled
 from .launch import Launch, VirtualNodes, run
@@ -73,6 +74,7 @@ def _head(launch: Launch, longer_lease: bool) -> str:
         "spare at most "
         f"{hotswap.wait_for_spare_s:g} s",
     ]
+    lines.append(f"  control traffic is encrypted (TLS); snapshots between nodes: {protection(hotswap)}")
     if longer_lease:
         lines.append(
             f"  {launch.world_size} ranks share {len(os.sched_getaffinity(0))} cores, where a process may wait seconds for its turn: "
