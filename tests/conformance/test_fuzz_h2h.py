@@ -16,10 +16,10 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_pair import CHUNK_BYTES, RUN, TOKEN, Pair, encrypted_tcp, job_tls, on_a_loop, snapshot, soon
+from transport_pair import CHUNK_BYTES, RUN, TOKEN, Pair, encrypted_tcp, in_side_processes, job_tls, on_a_loop, snapshot, soon
 
 from megatron.hotswap.errors import PeerFault
-from megatron.hotswap.replication import wire
+from megatron.hotswap.replication import link, wire
 from megatron.hotswap.replication.tcp import TcpTransport
 from megatron.hotswap.replication.tcp_stream import Offer
 from megatron.hotswap.security import authority, files
@@ -163,6 +163,25 @@ async def test_a_listener_that_is_out_of_descriptors_listens_on(monkeypatch):
         await pair.push(snapshot(generation=6))  # the accept that was under way already
         await pair.push(snapshot(generation=7))
         assert pair.store.generations() == {3: (6, 7)}
+
+
+@in_side_processes
+@on_a_loop
+async def test_a_peer_that_never_stops_talking_does_not_fill_this_ones_memory(kind):
+    async with Pair(kind) as pair:
+        stream = await wire.connect(pair.address, "127.0.0.1", TOKEN)
+        kept = []
+        with pytest.raises((PeerFault, OSError)):  # it hangs up
+            for _ in range(10_000):
+                await wire.write_message(stream, link._encode(link.Got()))
+                await asyncio.sleep(0)
+                kept += [serving._inbox.qsize() for serving in pair.holder._serving]
+            while True:
+                await stream.read(1)
+        assert 0 < max(kept) <= link._UNHEARD_MAX + 1
+        await stream.close()
+        await pair.push(snapshot())
+        assert pair.store.generations() == {3: (7,)}
 
 
 # ---- encrypted: who is refused, in which words

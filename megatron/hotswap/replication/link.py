@@ -111,6 +111,8 @@ Message = Open | Exchange | Up | Push | Fetch | Go | Have | Chunk | Got | Finish
 _encode = msgspec.msgpack.Encoder().encode
 _decode = decoder(Message)
 _REASON_CHARS_MAX = 4000
+#: Messages that wait to be heard; several times what can be under way in a transfer (linked.py).
+_UNHEARD_MAX = 64
 
 
 class Refusal(PeerFault):
@@ -229,6 +231,8 @@ class Link:
         try:
             while True:
                 message = _decode(await read_message(self._stream))
+                if self._inbox.qsize() >= _UNHEARD_MAX:
+                    raise PeerFault(f"it sent {_UNHEARD_MAX} messages more than were due")
                 self._inbox.put_nowait(message)
                 if isinstance(message, Refused):
                     self._refused = message
