@@ -416,9 +416,9 @@ async def test_the_command_line_uses_the_run_directorys_certificate(tmp_path):
 # ---- the agent's own process
 
 
-def agent_process(job, run_dir):
+def agent_process(address, run_dir):
     """The real agent, told to join the job with the credentials of `run_dir`; its exit code and what it said."""
-    place = {"COORDINATOR": job.address, "RUN_ID": RUN, "NODE": "a", "WORKERS": "1"}
+    place = {"COORDINATOR": address, "RUN_ID": RUN, "NODE": "a", "WORKERS": "1"}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **{f"DEADPOOL_{name}": value for name, value in place.items()}}
     command = [sys.executable, "-m", "megatron.hotswap", "no_script.py", "--hot-swap", "--hot-swap-run-dir", str(run_dir)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -430,17 +430,39 @@ async def test_an_agent_says_itself_why_it_is_not_let_in(tmp_path):
     async with Running(made(tmp_path / "run")) as job:
         loop, other = asyncio.get_running_loop(), tmp_path / "other"
         (await loop.run_in_executor(None, other_folder, tmp_path, job.run_dir, "agent.crt", "agent.key"))
-        code, said = await loop.run_in_executor(None, agent_process, job, other)
+        code, said = await loop.run_in_executor(None, agent_process, job.address, other)
         assert code == 3
         assert f"the coordinator at {job.address} is not reached: it refuses the certificate shown to it, which is not of this job" in said
         assert "megatron.hotswap.worker" not in said  # no worker has written a traceback
         (other / files.FOLDER / "agent.crt").unlink()
-        code, said = await loop.run_in_executor(None, agent_process, job, other)
+        code, said = await loop.run_in_executor(None, agent_process, job.address, other)
         assert (code, "agent.crt cannot be read: No such file or directory" in said) == (2, True)
         (other / files.FOLDER / files.TOKEN_FILE).chmod(0o644)
-        code, said = await loop.run_in_executor(None, agent_process, job, other)
+        code, said = await loop.run_in_executor(None, agent_process, job.address, other)
         assert (code, "token is open to other users (mode 0644" in said, "Traceback" in said) == (2, True, False)
         assert job.coordinator.control.agents == {}
+
+
+@on_a_loop
+async def test_an_agent_ends_in_words_when_the_coordinator_talks_nonsense(tmp_path):
+    """One of another version, that has the right certificate."""
+    authority.issue(tmp_path, RUN)
+
+    async def nonsense(requests, context):
+        async for _ in requests:
+            yield b"\xc1"
+
+    server = grpc.aio.server(options=wire.OPTIONS)
+    handlers = {wire.AGENT_STREAM: grpc.stream_stream_rpc_method_handler(nonsense)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(wire.SERVICE, handlers),))
+    port = wire.listen(server, "127.0.0.1:0", files.read(tmp_path, "coordinator", RUN))
+    await server.start()
+    try:
+        code, said = await asyncio.get_running_loop().run_in_executor(None, agent_process, f"127.0.0.1:{port}", tmp_path)
+    finally:
+        await server.stop(None)
+    assert code == 3
+    assert f"the coordinator at 127.0.0.1:{port} sent what an agent cannot read: what came is no message that is known here" in said
 
 
 # ---- the flag
