@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,7 @@ from ..environment import AgentEnvironment
 from ..errors import UsageError
 from ..replication.transports import make_transport
 from ..security import files as credentials
-from ..security.authority import issue
+from ..security.authority import issue, new_token
 from .checks import check_command, check_nodes, flags_added_here, grid_of
 from .records import read_object
 
@@ -202,7 +202,7 @@ def prepare(launch: Launch) -> ControlConfig:
     hotswap = config.parse([*launch.argv, "--hot-swap-run-dir", str(launch.run_dir)])
     control = ControlConfig(
         run_id=secrets.token_hex(8),
-        token="",  # made with the other credentials, once nothing else can be refused
+        token=new_token(),
         grid=grid_of(launch.argv, launch.world_size),
         nodes=launch.nodes,
         spares=launch.spares,
@@ -216,7 +216,8 @@ def prepare(launch: Launch) -> ControlConfig:
         replicas=hotswap.replicas,
     )
     _empty_run_dir(launch.run_dir)
-    return replace(control, token=issue(launch.run_dir, control.run_id))
+    issue(launch.run_dir, control.run_id, token=control.token)
+    return control
 
 
 def _empty_run_dir(run_dir: Path) -> None:

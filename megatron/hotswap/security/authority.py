@@ -28,14 +28,20 @@ _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_A
 _SIDES = {"coordinator": (_SERVER, _CLIENT), "agent": (_SERVER, _CLIENT), "user": (_CLIENT,)}
 
 
-def issue(run_dir: Path, run_id: str, valid_for: datetime.timedelta = VALID_FOR) -> str:
-    """Make the job's authority, and write what its processes need to RUN_DIR/credentials; returns the job's token.
+def new_token() -> str:
+    """A token that nobody can guess."""
+    return secrets.token_hex(_TOKEN_BYTES)
+
+
+def issue(run_dir: Path, run_id: str, valid_for: datetime.timedelta = VALID_FOR, token: str | None = None) -> str:
+    """Make the job's authority, and write what its processes need to RUN_DIR/credentials; returns the job's token (`token`, if
+    it is given).
 
     Raises:
         UsageError: the folder cannot be written, or the run id cannot be part of a name.
     """
     names = {role: files.name_of(role, run_id) for role in files.ROLES}
-    token = secrets.token_hex(_TOKEN_BYTES)
+    token = token or new_token()
     key = ec.generate_private_key(ec.SECP256R1())
     until = datetime.datetime.now(datetime.UTC) + valid_for
     issuer = _name(files.name_of("authority", run_id))
