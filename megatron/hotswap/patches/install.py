@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +24,22 @@ from ..worker.session import Session
 from . import arguments, checkpointing, distrib_optimizer, guard, parallel_state
 from . import training as training_patches
 from .adapter import MegatronTrainer
+
+#: What pretrain() imports only when it comes to it.
+_USED_LATER = (
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.helpers",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.models.mimo",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tokenizers.text.models",
+    "megatron.core.tokenizers.text.text_tokenizer",
+    "megatron.training.checkpointing",
+    "torch.profiler._cupti_monitor",
+)
 
 
 class HotSwap:
@@ -100,10 +118,13 @@ class HotSwap:
             from megatron.training import get_args
 
             self._reached("arguments and stand-in groups")
+            margs = get_args()
+            initialize = margs.perform_initialization
+            margs.perform_initialization = initialize and not self._spare  # its weights come from a snapshot
             built = original(*args, **kwargs)
+            margs.perform_initialization = initialize  # as checkpoints will have it
             self._trainer.attach(*built)
             self._reached("model and optimizer")
-            margs = get_args()
             if self._spare:
                 self._take_over(margs)
             else:
@@ -208,12 +229,10 @@ class HotSwap:
 
 def warm() -> None:
     """Import what the trainer will use and touch the device, so that a spare has done so before it has a rank."""
-    import megatron.core.distributed
-    import megatron.core.models.gpt
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel.schedules
-    import megatron.core.tokenizers.text.text_tokenizer
-    import megatron.training.checkpointing  # noqa: F401
     import torch
 
+    for name in _USED_LATER:
+        # One that another release does not have is no error: then nothing there uses it.
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     torch.zeros(1, device=torch.cuda.current_device())
