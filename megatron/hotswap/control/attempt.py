@@ -38,3 +38,7 @@ class Saving:
     failed_at: set[str] = field(default_factory=set)  # agents that could not write
     retry_s: float | None = None
     lead_steps: int = LEAD_STEPS
+
+    def under_way(self, attempt: int) -> bool:
+        """Whether files of this attempt are being written, and count."""
+        return attempt == self.attempt and self.generation is not None and self.retry_s is None

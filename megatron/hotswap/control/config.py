@@ -18,6 +18,7 @@ class Durable:
     shape: Mapping[str, int]  # sizes of the grid, by their flags: a snapshot is loaded only by the grid that wrote it
     keep: int = 2  # whole generations
     begin: tuple[DurableFolder, ...] = ()  # what to load at start: the first one that is undamaged
+    refused: tuple[str, ...] = ()  # what is there and cannot be used, in words
 
 
 @dataclass(frozen=True)

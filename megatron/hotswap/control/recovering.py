@@ -231,6 +231,8 @@ class Recovering(Saves):
         if self._unreported():
             return []
         choice = plan.choose(*self._held())
+        if isinstance(choice, str) and self.durable_generation >= 0:
+            return self._last_rung(Ending(75, f"no memory has anything to go back to: {choice}"), now)
         if isinstance(choice, str):
             return self._end(1, f"nothing to go back to: {choice}")
         return self._resume(choice, now)

@@ -95,6 +95,8 @@ class Saves(Job):
         }
         own = {rank: x.incarnation for rank, x in enumerate(self.membership.members)}
         choice = plan.choose_to_write(len(own), stock, own, saving.failed_at)
+        if isinstance(choice, str) and self.durable_generation >= 0:
+            return self._end_durable(self.durable_generation, self.durable_folder)
         if isinstance(choice, str):
             reason = f"nothing to go back to: {choice}" if saving.ending.code == 75 else f"nothing was written: {choice}"
             return self._end(1, f"{saving.ending.reason}; {reason}", saving.ending.failed)
@@ -124,10 +126,11 @@ class Saves(Job):
 
     def _snapshot_written(self, incarnation: str, event: m.SnapshotWritten, now: float) -> list[Decision]:
         saving, durable = self.saving, self.config.durable
-        if saving is None or durable is None or saving.retry_s is not None or event.attempt != saving.attempt or saving.generation is None:
+        if saving is None or durable is None or not saving.under_way(event.attempt):
             return []
         if saving.by.get(event.rank) != incarnation or saving.manifest_by is not None:
             return []
+        assert saving.generation is not None
         saving.files[event.rank] = event.file
         if len(saving.files) < len(saving.by):
             return []
@@ -156,18 +159,21 @@ class Saves(Job):
         """The job ends, and goes on from there when it is started again; unless it has everyone it needs meanwhile."""
         assert self.saving is not None and self.saving.ending is not None and self.config.durable is not None
         ending, self.saving = self.saving.ending, None
-        text = f"{ending.reason}; generation {generation} is durable in {self.config.durable.root}/{folder}, and the same command goes on from it"
+        where = f"{self.config.durable.root}/{folder}"
+        text = f"{ending.reason}; generation {generation} is durable in {where}, and the same command goes on from it"
         return self._end(ending.code, text, ending.failed)
 
     def _write_failed(self, incarnation: str, event: m.WriteFailed, now: float) -> list[Decision]:
         saving = self.saving
-        if saving is None or event.attempt != saving.attempt or saving.generation is None or saving.retry_s is not None:
+        if saving is None or not saving.under_way(event.attempt):
             return []
         what = f"generation {saving.generation}, " + ("its manifest" if event.rank is None else f"rank {event.rank}")
         where = self.agents[incarnation].node
+        generation = saving.generation
+        assert generation is not None
         log = Log("write-failed", f"{what}, was not written by {where}: {event.text}", {"generation": saving.generation, "why": event.why})
         if event.why == "damaged" and event.rank is not None:
-            self.commits.damage(incarnation, event.rank, saving.generation)
+            self.commits.damage(incarnation, event.rank, generation)
         if event.why == "gone":
             saving.lead_steps *= 2
         if event.why == "medium":
@@ -188,8 +194,8 @@ class Saves(Job):
         if saving.ending is None:
             self.save_text = failed
             return [Log("save-failed", f"{failed}; training goes on, ask again when that is mended", {"generation": saving.generation})]
-        rest = f"; generation {self.durable_generation} is durable" if self.durable_generation >= 0 else "; what is left is Megatron's checkpoint"
-        return self._end(saving.ending.code, f"{saving.ending.reason}; {failed}{rest}", saving.ending.failed)
+        there = f"durable generation {self.durable_generation}" if self.durable_generation >= 0 else "Megatron's checkpoint"
+        return self._end(saving.ending.code, f"{saving.ending.reason}; {failed}; what is left is {there}", saving.ending.failed)
 
     # ---- time passes, and things break meanwhile
 

@@ -5,8 +5,8 @@
                                 '-----------'   a failure during a recovery starts it over with what is left
 
 Changes of phase are the table in phases.py, events the table at the end of this file; what comes before training is in starting.py,
-what follows a loss in recovering.py, what is written to disk in saving.py. An event that has no entry in the table for the present phase is logged and dropped: late and repeated messages are normal. A change of
-phase that has none is a bug of ours.
+what follows a loss in recovering.py, what is written to disk in saving.py. An event that has no entry in the table for the present
+phase is logged and dropped: late and repeated messages are normal. A change of phase that has none is a bug of ours.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ class Control(Starting):
         if not 0 <= event.worker < self.agents[incarnation].join.workers:
             return []
         if self._at_the_last_rung:  # its agent has what it left
-            return [Log("worker-lost", f"worker {event.worker}: {event.evidence}; it is not needed", {"worker": event.worker, "rank": None})]
+            data = {"worker": event.worker, "rank": None}
+            return [Log("worker-lost", f"worker {event.worker}: {event.evidence}; it is not needed any more", data)]
         return self._lose({}, now, {(incarnation, event.worker): event.evidence})
 
     def _agent_lost(self, incarnation: str, event: m.AgentLost, now: float) -> list[Decision]:

@@ -79,7 +79,9 @@ class Writing:
     reason: str
 
 
-def choose_to_write(ranks: int, stock: Mapping[str, Mapping[int, Collection[int]]], own: Mapping[int, str], last: Collection[str]) -> Writing | str:
+def choose_to_write(
+    ranks: int, stock: Mapping[str, Mapping[int, Collection[int]]], own: Mapping[int, str], last: Collection[str]
+) -> Writing | str:
     """Pick the newest generation of which every rank has a copy in some memory, or say in words why there is none.
 
     Args:

@@ -51,6 +51,14 @@ class Content:
     header: Header
     parts: tuple[tuple[Slots, int, int], ...]
     unchanged: Callable[[], bool]
+    own: Slots | None = None  # memory that was taken for this alone
+
+    def __enter__(self) -> Content:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self.own is not None:
+            self.own.close()
 
     @property
     def file_bytes(self) -> int:
@@ -58,7 +66,9 @@ class Content:
         return HEADER_BYTES + sum(length for _, _, length in self.parts)
 
 
-def in_slot(slots: Slots, slot: int, header: Header, payload_in: tuple[Slots, int] | None = None) -> Content:
+def in_slot(
+    slots: Slots, slot: int, header: Header, payload_in: tuple[Slots, int] | None = None, own: Slots | None = None
+) -> Content:
     """The snapshot in a slot, under this header; its payload in another slot, where that has the same bits (replication/envelope.py).
 
     Raises:
@@ -75,7 +85,7 @@ def in_slot(slots: Slots, slot: int, header: Header, payload_in: tuple[Slots, in
 
     metadata = (slots, slot * slots.slot_bytes + HEADER_BYTES, header.metadata_bytes)
     payload = (kept, (there + 1) * kept.slot_bytes - header.payload_bytes, header.payload_bytes)
-    return Content(header, (metadata, payload), unchanged)
+    return Content(header, (metadata, payload), unchanged, own)
 
 
 def copy_of(content: Content, alive: Alive) -> Content:
@@ -95,8 +105,9 @@ def copy_of(content: Content, alive: Alive) -> Content:
         at += length
     slots.write_header(0, content.header)
     if not content.unchanged():
+        slots.close()
         raise SnapshotGone(f"generation {content.header.generation} was overwritten while it was copied")
-    return in_slot(slots, 0, content.header)
+    return in_slot(slots, 0, content.header, own=slots)
 
 
 def write_snapshot(path: Path, content: Content, alive: Alive) -> None:
@@ -218,7 +229,7 @@ def read_manifest(root: Path, folder: str) -> mf.Manifest:
 
 
 def read_snapshot(
-    root: Path, folder: str, manifest: mf.Manifest, rank: int, run_id: str, make_slots: Callable[[int], Slots], alive: Alive
+    folder: Path, manifest: mf.Manifest, rank: int, run_id: str, make_slots: Callable[[int], Slots], alive: Alive
 ) -> Header:
     """Fill slot 0 of what `make_slots(bytes of a slot)` returns with a rank's snapshot; returns the header that it has there.
 
@@ -230,7 +241,7 @@ def read_snapshot(
         OSError: it cannot be read.
         UsageError: there is no room (make_slots).
     """
-    path = root / folder / mf.file_name(rank)
+    path = folder / mf.file_name(rank)
     try:
         with _opened(path) as (fd, length):
             header = Header.unpack(os.pread(fd, HEADER_BYTES, 0))
