@@ -82,11 +82,16 @@ class FakeWorker:
 
     # ---- a step
 
-    def start(self, version: int) -> None:
-        """The first membership: the model is built, generation 0 is copied, training begins."""
+    def start(self, version: int, generation: int | None) -> None:
+        """The first membership: the model is built, generation 0 is copied, training begins; or it begins from what is in the slots."""
         self.version, self.state = version, "training"
-        self.generation, self.content = 0, Content(self.rank or 0, 0)
-        self._go(self.world.clock.about(0.05), self._first)
+        self.generation, self.content = generation or 0, Content(self.rank or 0, generation or 0)
+        if generation is None:
+            self._go(self.world.clock.about(0.05), self._first)
+            return
+        loaded = self.snapshot_of(generation)
+        self.world.checkers.on_begun(self, loaded, generation)
+        self._go(self.world.clock.about(0.05), self.begin_step)
 
     def _first(self) -> None:
         self.take(keep=-1)

@@ -19,6 +19,7 @@ class Ending:
     code: int
     reason: str
     failed: tuple[str, int] | None = None
+    for_want_of_spares: bool = False  # then the job does not end if they come while the generation is being written
 
 
 @dataclass

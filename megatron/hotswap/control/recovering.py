@@ -220,9 +220,9 @@ class Recovering(Saves):
         if vacant:
             if self.spare_deadline_s is not None and now > self.spare_deadline_s:
                 text = f"ranks {vacant} have no spare, and none came in {self.config.wait_for_spare_s:g} s"
-                return self._last_rung(Ending(75, text), now)
+                return self._last_rung(Ending(75, text, for_want_of_spares=True), now)
             return []
-        if self.saving is not None and self.saving.ending is not None and self.saving.ending.code != 75:
+        if self.saving is not None and self.saving.ending is not None and not self.saving.ending.for_want_of_spares:
             return []
         if len(self.halt_reports) < len(self.membership.members):
             return []
@@ -232,7 +232,7 @@ class Recovering(Saves):
             return []
         choice = plan.choose(*self._held())
         if isinstance(choice, str) and self.durable_generation >= 0:
-            return self._last_rung(Ending(75, f"no memory has anything to go back to: {choice}"), now)
+            return self._end_durable(Ending(75, f"no memory has anything to go back to: {choice}"))
         if isinstance(choice, str):
             return self._end(1, f"nothing to go back to: {choice}")
         return self._resume(choice, now)

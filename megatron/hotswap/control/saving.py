@@ -88,6 +88,9 @@ class Saves(Job):
     def _choose_to_write(self) -> list[Decision]:
         saving, durable = self.saving, self.config.durable
         assert saving is not None and durable is not None and saving.ending is not None and self.membership is not None
+        unneeded = self._saving_unneeded()
+        if unneeded:
+            return unneeded
         stock = {
             i: {rank: self.commits.usable(i, rank, generations) for rank, generations in held.items()}
             for i, held in saving.stock.items()
@@ -96,12 +99,12 @@ class Saves(Job):
         own = {rank: x.incarnation for rank, x in enumerate(self.membership.members)}
         choice = plan.choose_to_write(len(own), stock, own, saving.failed_at)
         if isinstance(choice, str) and self.durable_generation >= 0:
-            return self._end_durable(self.durable_generation, self.durable_folder)
+            return self._end_durable(saving.ending)
         if isinstance(choice, str):
             reason = f"nothing to go back to: {choice}" if saving.ending.code == 75 else f"nothing was written: {choice}"
             return self._end(1, f"{saving.ending.reason}; {reason}", saving.ending.failed)
         if choice.generation <= self.durable_generation:
-            return self._end_durable(self.durable_generation, self.durable_folder)
+            return self._end_durable(saving.ending)
         return self._write(choice.generation, choice.by, f"; {choice.reason}")
 
     def _write(self, generation: int, by: Mapping[int, str], why: str) -> list[Decision]:
@@ -153,14 +156,14 @@ class Saves(Job):
         if saving.ending is None:
             self.saving = None
             return [log]
-        return [log, *self._end_durable(saving.generation, saving.folder)]
+        return [log, *(self._saving_unneeded() or self._end_durable(saving.ending))]
 
-    def _end_durable(self, generation: int, folder: str) -> list[Decision]:
-        """The job ends, and goes on from there when it is started again; unless it has everyone it needs meanwhile."""
-        assert self.saving is not None and self.saving.ending is not None and self.config.durable is not None
-        ending, self.saving = self.saving.ending, None
-        where = f"{self.config.durable.root}/{folder}"
-        text = f"{ending.reason}; generation {generation} is durable in {where}, and the same command goes on from it"
+    def _end_durable(self, ending: Ending) -> list[Decision]:
+        """The job ends, and goes on from its newest durable generation when it is started again."""
+        assert self.config.durable is not None
+        self.saving = None
+        where = f"{self.config.durable.root}/{self.durable_folder}"
+        text = f"{ending.reason}; generation {self.durable_generation} is durable in {where}, and the same command goes on from it"
         return self._end(ending.code, text, ending.failed)
 
     def _write_failed(self, incarnation: str, event: m.WriteFailed, now: float) -> list[Decision]:
@@ -180,7 +183,7 @@ class Saves(Job):
             saving.failed_at.add(incarnation)
         saving.failures += 1
         if saving.failures >= TRIES_MAX:
-            return [log, *self._give_up_writing(event.text)]
+            return [log, *(self._saving_unneeded() or self._give_up_writing(event.text))]
         wait_s = _RETRY_FIRST_S * 2.0 ** (saving.failures - 1) if event.why == "medium" else 0.0
         saving.retry_s, saving.generation = now + wait_s, None
         return [log]
@@ -230,8 +233,9 @@ class Saves(Job):
         return self._aim() if wanted and self.saving is not None and self.saving.generation == generation else []
 
     def _saving_unneeded(self) -> list[Decision]:
-        """A spare came after all: the job does not end."""
-        if not self._at_the_last_rung:
+        """Spares came after all: the job does not end."""
+        wanted = self.saving is not None and self.saving.ending is not None and self.saving.ending.for_want_of_spares
+        if not wanted or self._vacant():
             return []
         self.saving = None
         return [Log("save", "a spare has come: the job goes on, and what was being written is not needed")]
