@@ -268,11 +268,11 @@ async def _attended[T](work: Callable[[durable.Alive], T], stop: threading.Event
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
-    last_s = [time.monotonic()]
+    last_s, left = [time.monotonic()], threading.Event()
 
     def alive() -> None:
         last_s[0] = time.monotonic()
-        if stop.is_set():
+        if stop.is_set() or left.is_set():
             raise durable.WriteStopped(f"{what} is not wanted any more")
 
     def settle(result: Any, failure: BaseException | None) -> None:
@@ -296,6 +296,6 @@ async def _attended[T](work: Callable[[durable.Alive], T], stop: threading.Event
     while not done.done():
         await asyncio.wait([done], timeout=1.0)
         if not done.done() and time.monotonic() - last_s[0] > STALLED_S:
-            stop.set()
+            left.set()
             raise _Unanswered(f"{what}: nothing has gone on for {STALLED_S:g} s; the file system does not answer")
     return done.result()

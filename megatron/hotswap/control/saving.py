@@ -11,6 +11,7 @@ tried again as another attempt, in another folder; it never ends the job.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..recovery import plan
 from ..snapshot.manifest import Name
@@ -99,7 +100,8 @@ class Saves(Job):
         own = {rank: x.incarnation for rank, x in enumerate(self.membership.members)}
         choice = plan.choose_to_write(len(own), stock, own, saving.failed_at)
         if isinstance(choice, str) and self.durable_generation >= 0:
-            return self._end_durable(saving.ending)
+            reason = f"{saving.ending.reason}; no memory has anything to write: {choice}"
+            return self._end_durable(replace(saving.ending, reason=reason))
         if isinstance(choice, str):
             reason = f"nothing to go back to: {choice}" if saving.ending.code == 75 else f"nothing was written: {choice}"
             return self._end(1, f"{saving.ending.reason}; {reason}", saving.ending.failed)
