@@ -14,7 +14,9 @@ import pytest
 from hot_swap_job import GRIDS, ROOT, argv, events, run_job, steps
 from test_copies import agent_of
 
+from megatron.hotswap.cli.launch import Launch, prepare
 from megatron.hotswap.coordinator.service import Coordinator, Scheduled
+from megatron.hotswap.errors import UsageError
 from megatron.hotswap.snapshot import durable, manifest
 
 pytestmark = pytest.mark.timeout(900)
@@ -47,7 +49,7 @@ class SaveThenKill:
 
 def test_down_to_the_last_rung_and_on_from_there(tmp_path: Path) -> None:
     """Five nodes, of which four train: one is lost and replaced, a generation is asked for in training, another node is lost, none is
-    left. A flipped bit in the newest file then costs two steps, not the job."""
+    left. The job that goes on from there loses a node too, in its second step. On another grid it would not have begun."""
     assert run_job(CASE, tmp_path / "reference", argv(CASE, ITERATIONS, tmp_path / "other"))["exit_code"] == 0
     reference = steps(tmp_path / "reference")
     save = tmp_path / "checkpoints"
@@ -65,7 +67,11 @@ def test_down_to_the_last_rung_and_on_from_there(tmp_path: Path) -> None:
     assert f"generation {generations[-1]} is durable in {root}" in first["ended"]
     assert steps(tmp_path / "first") == reference[: generations[-1]]
 
-    second = run_job(CASE, tmp_path / "second", command)
+    with pytest.raises(UsageError, match=r"--tensor-model-parallel-size was 2 and is 1.*start once on the old grid"):
+        prepare(Launch(4, 1, 0, str(ROOT / "pretrain_gpt.py"), [*command, "--tensor-model-parallel-size", "1"], tmp_path / "refused"))
+    faults = [Scheduled("kill", "node", 1, generations[-1] + 2, "forward")]
+    second = run_job(CASE, tmp_path / "second", command, spares=1, faults=faults, return_lost_nodes_after_s=None)
     assert second["exit_code"] == 0, second["ended"]
     assert steps(tmp_path / "second") == reference[generations[-1] :]
     assert events(tmp_path / "second", "loading")
+    assert [r["kind"] for r in second["recoveries"]] == ["swap"]
