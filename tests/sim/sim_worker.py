@@ -275,7 +275,7 @@ class FakeWorker:
         """HaltReport."""
         assert self.rank is not None
         own = tuple(sorted(s.content.generation for s in self.own.values()))
-        done = self.generation if self.state == "out" else None
+        done = self.generation if self.state == "out" and self.generation >= 0 else None
         self.agent.say(m.HaltReport(over, self.rank, done, self.between_steps and done is not None, own, f"store-{self.rank}"))
 
     def snapshot_of(self, generation: int) -> Snapshot | None:
