@@ -29,6 +29,7 @@ class HotSwapConfig:
     wait_for_spare_s: float
     respawn_timeout_s: float
     respawn_window_s: float
+    keep_durable: int
     replicas: int
     failure_domain: str  # node, switch, or a file
     interval: int  # steps
@@ -46,9 +47,9 @@ class HotSwapConfig:
             value = getattr(self, name)
             if value <= 0:
                 raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be greater than 0, got {value}")
-        for name in ("replicas", "interval"):
+        for name in ("replicas", "interval", "keep_durable"):
             if getattr(self, name) < 1:
-                raise UsageError(f"--hot-swap-{name} must be at least 1, got {getattr(self, name)}")
+                raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.encrypt and self.transport != "tcp":
             raise UsageError(
                 f"--hot-swap-encrypt encrypts what moves over --hot-swap-transport tcp; this job has {self.transport}, whose library makes "
@@ -102,7 +103,8 @@ _DEADLINES = (
         float,
         60.0,
         "S",
-        "how long a rank without a spare is waited for before the job ends with code 75 (default: %(default)s)",
+        "how long a rank without a spare is waited for before the newest generation is written to --save and the job ends with code 75 "
+        "(default: %(default)s)",
     ),
     _Flag(
         "respawn-timeout-s",
@@ -142,6 +144,13 @@ _SNAPSHOTS = (
         1,
         "N",
         "take a snapshot every N steps: a loss runs at most 2N - 1 completed steps again (default: %(default)s)",
+    ),
+    _Flag(
+        "keep-durable",
+        int,
+        2,
+        "N",
+        "how many durable generations stay in --save (hot-swap/): older ones are removed once a newer one is whole (default: %(default)s)",
     ),
     _Flag(
         "when-late",

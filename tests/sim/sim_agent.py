@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sim_disk import DiskUser
 from sim_push import Push
 from sim_worker import FakeWorker
 from sim_world import RUN_ID, Node, Snapshot
@@ -39,6 +40,7 @@ class FakeAgent:
         self._release_after: frozenset[int] | None = None
         self._heard = world.clock.now
         self._sequence = 0
+        self.disk = DiskUser(self)
 
     def begin(self) -> None:
         """Join; the workers become warm a while later."""
@@ -91,6 +93,10 @@ class FakeAgent:
             m.Resume: self._resume,
             m.Commit: self._commit,
             m.Void: self._void,
+            m.TakeStock: self.disk.take_stock,
+            m.WriteSnapshots: self.disk.write,
+            m.WriteManifest: self.disk.write_manifest,
+            m.Load: self.disk.load,
         }
         if isinstance(message, m.Refused | m.Stop):
             self.end()
@@ -101,11 +107,16 @@ class FakeAgent:
         self.membership, self.version = message.membership, message.membership.version
         for rank, member in enumerate(message.membership.members):
             if member.incarnation == self.incarnation:
-                self.workers[member.worker].rank = rank
-                self.workers[member.worker].start(self.version)
+                worker = self.workers[member.worker]
+                worker.rank = rank
+                worker.start(self.version, message.generation)
+                if message.generation is not None:
+                    worker.replicated = worker.keep = message.generation
+                    self._push(worker, message.generation)
 
     def _halt(self, message: m.Halt) -> None:
         self.replicas.frozen = True
+        self.disk.cancel()
         self._epoch += 1
         self._pushing.clear()
         for worker in self.workers:
@@ -119,6 +130,7 @@ class FakeAgent:
 
     def _resume(self, message: m.Resume) -> None:
         self.membership, self.version = message.membership, message.membership.version
+        self.disk.cancel()
         self._release_after = message.membership.held_by(self.incarnation)
         missing = {w.rank for w in self.workers if w.rank is not None} & message.sources.keys()
         left = {"count": len(missing)}
@@ -258,5 +270,6 @@ class FakeAgent:
         assert worker.rank is not None
         self.world.checkers.on_acknowledged(self, worker.rank, generation)
         worker.acknowledged = generation
+        self.disk.sealed(worker.rank, generation)
         self.say(m.Acknowledged(worker.rank, generation, self.version))
         worker.words_changed()

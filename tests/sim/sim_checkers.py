@@ -55,8 +55,9 @@ class Checkers:
         if self.program_errors.get(which) == (event.rank, event.version):
             return  # it has only arrived again
         if which in self.program_errors:
-            require(control.exit_code is not None, "ladder", f"step {event.step}: {event.text} came again, and the job goes on")
-        elif self.peak > 0 and control.exit_code is not None:
+            ending = control.exit_code is not None or control._at_the_last_rung
+            require(ending, "ladder", f"step {event.step}: {event.text} came again, and the job goes on")
+        elif self.peak > self.base[min(self.base)] and control.exit_code is not None:
             require("failed in step" not in control.exit_reason, "ladder", f"one error ended the job: {control.exit_reason}")
         self.program_errors[which] = event.rank, event.version
 
@@ -185,6 +186,35 @@ class Checkers:
                 f"{old.content.generation} at {holder.incarnation} (membership {holder.version}) with generation {header.generation}",
             )
 
+    # ---- durable generations
+
+    def on_whole(self, folder: Any) -> None:
+        """A manifest is written."""
+        want = {rank: Content(rank, folder.generation) for rank in self.world.everyone}
+        require(folder.files == want, "durable", f"generation {folder.generation} is called whole with {folder.files}")
+
+    def on_begun(self, worker: Any, loaded: Snapshot | None, generation: int) -> None:
+        """A rank begins from what its agent has read from a file."""
+        want = Content(worker.rank, generation)
+        require(loaded is not None and loaded.content == want, "durable", f"rank {worker.rank} begins from {loaded}, told {want}")
+
+    def _check_durable(self) -> None:
+        """The job ends, and more than one node may have been needed for what it was at: then that is on disk, or it is said what is not."""
+        control, disk = self.world.control, self.world.disk
+        if control.config.durable is None:
+            require("without --save" in control.exit_reason, "durable", f"it is not said that nothing was written: {control.exit_reason}")
+        elif "was not written to" in control.exit_reason:
+            require(disk.fails > 0 or self.world.rotted, "durable", f"nothing failed, yet: {control.exit_reason}")
+        else:
+            whole = [f.generation for f in disk.folders.values() if f.whole]
+            require(bool(whole), "durable", f"nothing is on disk, yet: {control.exit_reason}")
+            # One may have become whole the moment before its agent was halted; the next start finds it all the same.
+            require(control.durable_generation in whole, "durable", f"{whole} are whole; said: {control.exit_reason}")
+            require(f"generation {control.durable_generation} is durable" in control.exit_reason, "durable", control.exit_reason)
+            if "no memory has anything" not in control.exit_reason and not self.world.rotted:
+                one_before = self.history[-2] if len(self.history) > 1 else 0
+                require(max(whole) >= one_before, "durable", f"{max(whole)} is on disk, committed were {self.history}")
+
     # ---- how a run ends
 
     def on_end(self) -> None:
@@ -196,10 +226,15 @@ class Checkers:
         if control.exit_code == 0:
             steps = self.world.steps
             require(self.peak == steps, "ending", f"training is called done after step {self.peak} of {steps}")
+        elif control.exit_code == 2:
+            damaged = [f for f in self.world.disk.folders.values() if f.damaged]
+            require(len(damaged) == len(control.config.durable.begin), "durable", f"refused, though: {self.world.disk.folders}")
         elif control.exit_code == 75:
+            self._check_durable()
             warm = [a for a in control.agents.values() if a.warm and a.spare]
             holders = {x.node for x in control.membership.members if x.incarnation in control.agents}
-            require(all(a.node in holders for a in warm), "ending", "the job gave up for want of a spare while there was one")
+            nothing = "no memory has anything to go back to" in control.exit_reason  # then spares are of no use
+            require(nothing or all(a.node in holders for a in warm), "ending", "the job gave up for want of a spare while there was one")
         else:
             if "failed in step" in control.exit_reason:  # on_program_error has judged it
                 return

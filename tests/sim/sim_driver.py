@@ -16,11 +16,13 @@ from unittest import mock
 
 from sim_agent import FakeAgent
 from sim_checkers import Checkers
+from sim_disk import Disk
 from sim_worker import FakeWorker
 from sim_world import RUN_ID, Clock, FakeSlots, Node, Rendezvous, Stream
 from violation import Violation
 
 from megatron.hotswap.control import messages as m
+from megatron.hotswap.control.config import Durable
 from megatron.hotswap.control.state import Control, ControlConfig, Log, Phase, Send
 from megatron.hotswap.replication import transfer
 from megatron.hotswap.topology.grid import Grid
@@ -45,6 +47,8 @@ class Outcome:
     skipped: int
     damaged: int
     climbed: bool = False  # whether a process was started again and its node, or another, given up in the same recovery
+    last_rung: bool = False  # whether a generation was durable when the job ended
+    refused: bool = False  # whether no durable generation could be begun from
     respawned: int = 0  # ranks that another process has read back from the slots
     faults: list[str] = field(default_factory=list)
 
@@ -80,6 +84,9 @@ class World:
         self.repeat_chance = rng.choice([0.0, 0.02, 0.3])
         self.h2h_s = rng.choice([0.01, 0.02, 0.2])
         self.everyone = frozenset(range(world))
+        # A stream of its own: with files or without, the rest of a seed is the same.
+        self.disk, self.disk_rng = Disk(), random.Random(f"disk {seed}")
+        durable = self._durable(world)
         spares = rng.randint(0, 2)
         self.control = Control(
             ControlConfig(
@@ -97,6 +104,8 @@ class World:
                 respawn_timeout_s=4.0,
                 respawn_window_s=rng.choice([0.0, 1.0, 100.0]),
                 replicas=self.replicas,
+                interval=self.interval,
+                durable=durable,
             )
         )
         self.checkers = Checkers(self)
@@ -117,6 +126,27 @@ class World:
             self.start_node(f"node{index}", self.clock.about(0.1))
         for _ in range(rng.randint(0, 1)):
             self.start_node(f"node{nodes + spares}", rng.uniform(0.0, 8.0))
+
+    def _durable(self, ranks: int) -> Durable | None:
+        """Nowhere to write, or somewhere that fails now and then, or always; and what an earlier job has left there."""
+        rng = self.disk_rng
+        if rng.random() < 0.2:
+            return None
+        self.disk.fails = rng.choice([0.0, 0.0, 0.0, 0.1, 0.5, 1.0])
+        begin = []
+        if rng.random() < 0.3:
+            for generation in sorted(rng.sample([1, 2, 3], rng.randint(1, 2)), reverse=True):
+                damaged = {rng.randrange(ranks)} if rng.random() < 0.3 else set()
+                begin.append(self.disk.put(generation * self.interval, ranks, damaged))
+            self.steps += begin[0].generation
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            self.clock.after(rng.uniform(0.0, 3.0), self.save)
+        return Durable("/save", {"world-size": ranks}, begin=tuple(begin))
+
+    def save(self) -> None:
+        """A user asks for a durable generation."""
+        if self.control.exit_code is None:
+            self._decided(self.control.handle("", m.SaveWanted(), self.clock.now))
 
     def due(self, generation: int) -> bool:
         """Whether a snapshot is to be taken after this step."""
@@ -193,7 +223,7 @@ class World:
             assert isinstance(decision, Send)
             message = decision.message
             if isinstance(message, m.Start):
-                self.checkers.on_membership(message.membership, 0, {}, True)
+                self.checkers.on_membership(message.membership, message.generation or 0, {}, True)
                 self._plan_faults()
             elif isinstance(message, m.Resume):
                 self.checkers.on_membership(message.membership, message.generation, self.control.halt_reports, message.redo_sections)
@@ -359,6 +389,8 @@ def simulate(seed: int, change: Any = None) -> Outcome:
         control.commits.skipped_generations,
         world.damaged,
         any(r.respawned and r.lost_nodes for r in [*control.recoveries, *([control.recovery] if control.recovery else [])]),
+        control.exit_code in (1, 75) and "is durable in" in control.exit_reason,
+        "no durable generation can be gone on from" in control.exit_reason,
         world.respawned,
         world.faults,
     )

@@ -82,11 +82,16 @@ class FakeWorker:
 
     # ---- a step
 
-    def start(self, version: int) -> None:
-        """The first membership: the model is built, generation 0 is copied, training begins."""
+    def start(self, version: int, generation: int | None) -> None:
+        """The first membership: the model is built, generation 0 is copied, training begins; or it begins from what is in the slots."""
         self.version, self.state = version, "training"
-        self.generation, self.content = 0, Content(self.rank or 0, 0)
-        self._go(self.world.clock.about(0.05), self._first)
+        self.generation, self.content = generation or 0, Content(self.rank or 0, generation or 0)
+        if generation is None:
+            self._go(self.world.clock.about(0.05), self._first)
+            return
+        loaded = self.snapshot_of(generation)
+        self.world.checkers.on_begun(self, loaded, generation)
+        self._go(self.world.clock.about(0.05), self.begin_step)
 
     def _first(self) -> None:
         self.take(keep=-1)
@@ -270,7 +275,7 @@ class FakeWorker:
         """HaltReport."""
         assert self.rank is not None
         own = tuple(sorted(s.content.generation for s in self.own.values()))
-        done = self.generation if self.state == "out" else None
+        done = self.generation if self.state == "out" and self.generation >= 0 else None
         self.agent.say(m.HaltReport(over, self.rank, done, self.between_steps and done is not None, own, f"store-{self.rank}"))
 
     def snapshot_of(self, generation: int) -> Snapshot | None:

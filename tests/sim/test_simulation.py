@@ -18,6 +18,7 @@ from sim_worker import FakeWorker
 from sim_world import Content, Snapshot
 from violation import Violation
 
+from megatron.hotswap.control.attempt import Saving
 from megatron.hotswap.control.commits import Commits
 from megatron.hotswap.control.state import Control
 from megatron.hotswap.recovery import plan
@@ -40,10 +41,14 @@ def test_no_schedule_breaks_a_guarantee():
         endings["respawned"] += outcome.respawned > 0
         endings["respawn, then swap"] += outcome.climbed
         endings["program"] += "failed in step" in outcome.reason
+        endings["durable"] += outcome.last_rung
+        endings["not written"] += "was not written to" in outcome.reason
+        endings["refused"] += outcome.refused
     print(dict(endings))
     # The schedules reach what they are meant to reach: each ending, and failures during a recovery.
     reached = (0, 1, 75, "second failure", "recovered", "skipped", "damaged", "respawned", "respawn, then swap", "program")
     assert all(endings[kind] > SCHEDULES // 60 for kind in reached), endings
+    assert all(endings[kind] > SCHEDULES // 400 for kind in ("durable", "not written", "refused")), endings
 
 
 def test_a_coordinator_that_stands_still_gives_nobody_up():
@@ -51,6 +56,8 @@ def test_a_coordinator_that_stands_still_gives_nobody_up():
 
     def only_pauses(world):
         world.pauses, world.faults_left = True, 0
+        for folder in world.disk.folders.values():
+            folder.damaged.clear()
 
     for seed in range(SCHEDULES // 10):
         outcome = simulate(seed, only_pauses)
@@ -205,6 +212,23 @@ def errors_of_the_program_are_the_nodes():
     return mock.patch.object(Control, "_program_error", program_error)
 
 
+def manifest_before_the_last_file():
+    """The manifest is ordered once the first file is written."""
+
+    def written(self, incarnation, event, now):
+        if self.saving is not None:
+            self.saving.by = {event.rank: incarnation, 0: self.saving.by.get(0, incarnation)}
+            self.saving.files.setdefault(0, event.file)
+        return ORIGINAL_WRITTEN(self, incarnation, event, now)
+
+    return patch_transition("_snapshot_written", written)
+
+
+def files_of_another_attempt_count():
+    """A file that was written for an attempt that failed counts for the one after it."""
+    return mock.patch.object(Saving, "under_way", lambda self, attempt: self.generation is not None and self.retry_s is None)
+
+
 def patch_transition(name, handler):
     from megatron.hotswap.control import state
 
@@ -213,6 +237,7 @@ def patch_transition(name, handler):
     return mock.patch.dict(state._TRANSITIONS, table)
 
 
+ORIGINAL_WRITTEN = Control._snapshot_written
 ORIGINAL_HANDLE = Control.handle
 ORIGINAL_CHOOSE = plan.choose
 ORIGINAL_RESUME = Control._resume
@@ -247,7 +272,16 @@ def rotting_copies(world):
     world.fault_kinds, world.faults_left = ("rot", "rot", "kill"), 4
 
 
+def failing_disks(world):
+    """Weather in which generations are asked for, half of all writes fail, and messages arrive again."""
+    world.disk.fails, world.repeat_chance = 0.5, 0.5
+    for _ in range(3):
+        world.clock.after(world.disk_rng.uniform(0.0, 2.0), world.save)
+
+
 PLANTED = [
+    (manifest_before_the_last_file, "durable", failing_disks),
+    (files_of_another_attempt_count, "durable", failing_disks),
     (own_acknowledgement_is_enough, "guarantee 4", None),
     (no_fence, "guarantee", None),
     (no_wait_for_the_copy, "guarantee 2", None),

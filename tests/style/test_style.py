@@ -35,9 +35,11 @@ LAYERS: dict[str, set[str]] = {
     "replication/placement": {"errors", "topology/grid"},
     "recovery/plan": {"errors"},
     "sizing": {"errors", "replication/placement", "snapshot/layout", "topology/grid"},
-    "control": {"errors", "recovery/plan", "replication/placement", "topology/grid"},
+    "snapshot/manifest": {"errors", "snapshot/layout"},
+    "control": {"errors", "recovery/plan", "replication/placement", "snapshot/manifest", "topology/grid"},
     "snapshot/host_memory": set(),
     "snapshot/slots": {"errors", "snapshot/layout", "snapshot/host_memory"},
+    "snapshot/durable": {"errors", "snapshot/layout", "snapshot/manifest", "snapshot/slots"},
     "snapshot/engine": {"errors", "snapshot/layout", "snapshot/slots"},
     "replication": {"codec", "errors", "processes", "security/tls", "snapshot/layout", "snapshot/slots"},
     "replication/transports": {"config", "replication", "security"},
@@ -63,7 +65,9 @@ LAYERS: dict[str, set[str]] = {
         "processes",
         "replication",
         "security",
+        "snapshot/durable",
         "snapshot/layout",
+        "snapshot/manifest",
         "snapshot/slots",
     },
     "worker": {
@@ -95,13 +99,19 @@ LAYERS: dict[str, set[str]] = {
         "topology/grid",
         "agent/inject",
         "agent/scratch",
+        "recovery/plan",
         "replication/transports",
         "security",
         "sizing",
+        "snapshot/durable",
+        "snapshot/manifest",
     },
     "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "worker"},
 }
-PURE = ("control", "recovery/plan", "replication/placement", "sizing", "snapshot/layout", "topology/grid", "topology/ledger")
+PURE = (
+    *("control", "recovery/plan", "replication/placement", "sizing", "snapshot/layout", "snapshot/manifest", "topology/grid"),
+    "topology/ledger",
+)
 IMPURE_MODULES = {"torch", "socket", "threading", "time", "random", "asyncio", "os", "subprocess", "multiprocessing", "datetime", "secrets"}
 MYPY_STRICT = [
     "megatron/hotswap/control",
@@ -109,6 +119,7 @@ MYPY_STRICT = [
     "megatron/hotswap/replication/placement.py",
     "megatron/hotswap/sizing",
     "megatron/hotswap/snapshot/layout.py",
+    "megatron/hotswap/snapshot/manifest.py",
     "megatron/hotswap/topology/grid.py",
     "megatron/hotswap/topology/ledger.py",
 ]
@@ -129,6 +140,7 @@ FLAGS = {
     "--hot-swap-replicas",
     "--hot-swap-failure-domain",
     "--hot-swap-interval",
+    "--hot-swap-keep-durable",
     "--hot-swap-when-late",
     "--hot-swap-rebuild",
     "--hot-swap-check-groups",

@@ -10,7 +10,9 @@ import shlex
 from typing import Any
 
 from megatron.hotswap.control import messages as m
+from megatron.hotswap.control.config import Durable
 from megatron.hotswap.control.state import Control, ControlConfig, Log, Send
+from megatron.hotswap.recovery.plan import DurableFolder
 from megatron.hotswap.topology.grid import Grid
 
 RUN_ID, TOKEN = "run-1", "secret"
@@ -50,10 +52,34 @@ class Story:
 
     # ---- commands
 
-    def do_job(self, nodes: str = "2", per_node: str = "1", spares: str = "1", tensor: str = "1", replicas: str = "1") -> None:
-        """The job's shape. Leases of 3 s, halts of 30 s, resumes of 120 s, spares are waited for 60 s."""
+    def do_job(
+        self,
+        nodes: str = "2",
+        per_node: str = "1",
+        spares: str = "1",
+        tensor: str = "1",
+        replicas: str = "1",
+        save: str = "",
+        durable: str = "",
+        interval: str = "1",
+    ) -> None:
+        """The job's shape. Leases of 3 s, halts of 30 s, resumes of 120 s, spares are waited for 60 s. `save` is where durable generations
+        go, `durable` those that it goes on from: GENERATION,GENERATION."""
         grid = Grid(int(nodes) * int(per_node), int(tensor))
-        self.control = Control(ControlConfig(RUN_ID, TOKEN, grid, int(nodes), int(spares), replicas=int(replicas)))
+        shape = {"world-size": grid.world_size}
+        begin = tuple(DurableFolder(f"folder{g}", int(g), "run-0", tuple(shape.items())) for g in durable.split(",") if g)
+        self.control = Control(
+            ControlConfig(
+                RUN_ID,
+                TOKEN,
+                grid,
+                int(nodes),
+                int(spares),
+                replicas=int(replicas),
+                interval=int(interval),
+                durable=Durable(save, shape, begin=begin) if save else None,
+            )
+        )
 
     def do_time(self, now: str) -> list[Any]:
         """Time passes, the living agents' heartbeats are heard; the coordinator's timer goes off every quarter of a second."""
@@ -183,6 +209,39 @@ class Story:
     def do_inject(self, node: str, worker: str = "0", step: str = "") -> list[Any]:
         """A user asks for a fault."""
         return self._handle("", m.Inject(m.Injection("kill", "node", node, int(worker), int(step) if step else None)))
+
+    # ---- durable generations
+
+    def do_save(self) -> list[Any]:
+        """A user asks for one."""
+        return self._handle("", m.SaveWanted())
+
+    def do_stock(self, node: str, *held: str, version: str = "") -> list[Any]:
+        """What the node's agent could write: RANK:GENERATION,GENERATION."""
+        v = int(version) if version else self.control.version
+        stock = {int(x.split(":")[0]): tuple(int(g) for g in x.split(":")[1].split(",")) for x in held}
+        return self._handle(self.lives[node], m.Stock(v, stock))
+
+    def do_written(self, node: str, *ranks: str, attempt: str = "") -> list[Any]:
+        """The node's agent has written the files of these ranks."""
+        a = int(attempt) if attempt else self.control.attempts
+        files = [(int(r), m.DurableFile(5000 + int(r), int(r), "00" * 32)) for r in ranks]
+        return [d for rank, file in files for d in self._handle(self.lives[node], m.SnapshotWritten(a, rank, file))]
+
+    def do_whole(self, node: str, attempt: str = "") -> list[Any]:
+        """The node's agent has written the manifest."""
+        return self._handle(self.lives[node], m.GenerationWhole(int(attempt) if attempt else self.control.attempts, ("older",)))
+
+    def do_not_written(self, node: str, text: str, rank: str = "", why: str = "medium", attempt: str = "") -> list[Any]:
+        """The node's agent could not write a file, or the manifest."""
+        a = int(attempt) if attempt else self.control.attempts
+        return self._handle(self.lives[node], m.WriteFailed(a, int(rank) if rank else None, why, text))  # type: ignore[arg-type]
+
+    def do_loaded(self, *nodes: str, refusal: str = "", unseen: str = "no") -> list[Any]:
+        """The nodes' agents have filled their slots, or could not."""
+        c = self.control
+        folder = c.loading.source.folder if c.loading is not None else "folder"
+        return [d for n in nodes for d in self._handle(self.lives[n], m.Loaded(c.version, folder, refusal, unseen == "yes"))]
 
     def do_beat(self, incarnation: str) -> list[Any]:
         """A heartbeat of a certain life of a node."""

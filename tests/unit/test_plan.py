@@ -3,7 +3,16 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.hotswap.recovery.plan import Choice, Holdings, choose
+from megatron.hotswap.recovery.plan import (
+    Beginning,
+    Choice,
+    DurableFolder,
+    Holdings,
+    Writing,
+    choose,
+    choose_beginning,
+    choose_to_write,
+)
 
 ranks_max, newest = 5, 12
 
@@ -139,3 +148,74 @@ def test_a_rank_that_nobody_has_is_named():
 def test_generations_that_do_not_meet_are_named():
     said = choose([Holdings(7, False, frozenset({6, 7})), Holdings()], {1: held(4, 5)})
     assert said == "no generation is held for every rank; newest by rank: {0: 7, 1: 5}"
+
+
+# ---- durable generations
+
+
+@given(
+    st.integers(1, 4),
+    st.dictionaries(
+        st.sampled_from("abcd"), st.dictionaries(st.integers(0, 5), st.frozensets(st.integers(0, 6), max_size=3), max_size=5), max_size=4
+    ),
+    st.frozensets(st.sampled_from("abcd")),
+)
+@settings(max_examples=500, deadline=None)
+def test_what_is_written_is_the_newest_that_every_rank_has_and_by_who_has_it(ranks, stock, failed):
+    own = dict(enumerate("abcd"[:ranks]))
+    has = [set().union(*(held.get(rank, ()) for held in stock.values())) for rank in range(ranks)]
+    common = set.intersection(*has)
+    chosen = choose_to_write(ranks, stock, own, failed)
+    if not common:
+        assert isinstance(chosen, str) and ("no living node" in chosen or "no generation" in chosen)
+        return
+    assert isinstance(chosen, Writing) and chosen.generation == max(common) and sorted(chosen.by) == list(range(ranks))
+    for rank, who in chosen.by.items():
+        holders = {i for i, held in stock.items() if chosen.generation in held.get(rank, ())}
+        assert who in holders
+        if holders - failed:
+            assert who not in failed
+            assert who == own[rank] or own[rank] not in holders - failed
+
+
+def test_replicas_are_written_by_those_who_have_least_to_write():
+    stock = {"a": {0: [5], 2: [5], 3: [5]}, "b": {1: [5], 2: [5], 3: [5]}}
+    chosen = choose_to_write(4, stock, {0: "a", 1: "b", 2: "c", 3: "d"}, ())
+    assert chosen.by == {0: "a", 1: "b", 2: "a", 3: "b"}
+    assert "rank(s) [2, 3] are written from replicas" in chosen.reason
+
+
+SHAPE = {"world-size": 4, "tensor-model-parallel-size": 2}
+
+
+def folder(generation, run="r", **shape):
+    sizes = {**SHAPE, **{name.replace("_", "-"): size for name, size in shape.items()}}
+    return DurableFolder(f"folder{generation}{run}", generation, run, tuple(sorted(sizes.items())))
+
+
+def test_a_job_begins_from_the_newest_generation_that_megatron_has_no_newer_checkpoint_for():
+    old, new = folder(30), folder(40)
+    assert choose_beginning([old, new], 0, 0, SHAPE) == Beginning(
+        (new, old), (), "generation 40 of run r is newer than Megatron's checkpoint"
+    )
+    assert choose_beginning([old, new], 35, 35, SHAPE).load == (new,)
+    assert choose_beginning([old, new], 40, 40, SHAPE) == Beginning((), (), "")
+    assert choose_beginning([], 10, 10, SHAPE) == Beginning((), (), "")
+    # Megatron would load nothing, and begin anew: what is as new as its checkpoint is as good.
+    assert choose_beginning([new], 40, 0, SHAPE).load == (new,)
+
+
+def test_generations_of_another_course_of_training_are_set_aside():
+    """--save is used again for a job that begins anew: once it has a checkpoint of its own, an old generation would look newer."""
+    found = [folder(30), folder(80)]
+    assert choose_beginning(found, 100, 0, SHAPE).aside == (folder(80), folder(30))
+    assert choose_beginning(found, 100, 50, SHAPE).aside == (folder(80),)
+    assert choose_beginning(found, 100, 100, SHAPE).aside == ()
+
+
+def test_another_grid_is_refused_with_the_way_to_it():
+    refusal = choose_beginning([folder(40, tensor_model_parallel_size=4)], 30, 30, SHAPE)
+    assert "--tensor-model-parallel-size was 4 and is 2" in refusal
+    assert "start once on the old grid and let Megatron save a checkpoint" in refusal
+    # Megatron's checkpoint is as new: it can be loaded on any grid.
+    assert choose_beginning([folder(40, tensor_model_parallel_size=4)], 40, 40, SHAPE) == Beginning((), (), "")

@@ -28,7 +28,8 @@ class _Local(msgspec.Struct, frozen=True, tag=True):
 
 
 class Given(_Local, frozen=True):
-    """Agent: you are this rank. `fake` says: build against groups that never communicate, a plan follows."""
+    """Agent: you are this rank. `fake` says: build against groups that never communicate, a plan follows. `loaded`: the job begins from
+    what lies in your slots, a plan follows that says what."""
 
     rank: int
     world_size: int
@@ -37,6 +38,7 @@ class Given(_Local, frozen=True):
     version: int
     store: str
     fake: bool
+    loaded: bool = False
 
 
 class NeedSlots(_Local, frozen=True):

@@ -32,6 +32,7 @@ from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import OWN_SLOTS, Slots, Word, require_room, require_room_for_job
 from . import local, own_snapshot
 from .domain import failure_domain
+from .durable import Durable
 from .inject import strike
 from .lives import Lives
 from .replicator import Replicator, free_slot, own_slot_of
@@ -66,6 +67,16 @@ class Agent:
         self._transport = make_transport(config, shown, self._interface)
         self._replicator = Replicator(place.run_id, self._replicas, self._transport, self._say, self._guard, self._before_push)
         self._replicas.own = lambda rank, generation: own_slot_of(self._workers, rank, generation)
+        self._durable = Durable(
+            place.run_id,
+            self._workers,
+            self._replicas,
+            lambda: self._replicator.replicas(self._workers),
+            self._require_room,
+            self._say,
+            self._do,
+        )
+        self._replicator.on_sealed = self._durable.sealed
         self._tasks: set[asyncio.Task[None]] = set()  # that nobody waits for
         self._membership: m.Membership | None = None
         self._recovery: asyncio.Task[None] | None = None
@@ -201,6 +212,10 @@ class Agent:
         orders: dict[type, Callable[[Any], None]] = {
             m.Welcome: self._welcome,
             m.Refused: self._refused,
+            m.Load: self._durable.load,
+            m.TakeStock: self._durable.take_stock,
+            m.WriteSnapshots: self._durable.write,
+            m.WriteManifest: self._durable.write_manifest,
             m.Start: self._start,
             m.Halt: self._halt,
             m.Assign: self._assign,
@@ -228,16 +243,15 @@ class Agent:
     def _start(self, message: m.Start) -> None:
         self._membership = message.membership
         self._replicas.version = message.membership.version
-        for rank, member in enumerate(message.membership.members):
-            if member.incarnation == self.incarnation:
-                self._give_rank(
-                    self._workers[member.worker],
-                    rank,
-                    len(message.membership.members),
-                    message.membership.version,
-                    message.store,
-                    fake=False,
-                )
+        members, version, generation = message.membership.members, message.membership.version, message.generation
+        for rank, member in enumerate(members):
+            if member.incarnation != self.incarnation:
+                continue
+            worker = self._workers[member.worker]
+            worker.begins_from = generation
+            self._give_rank(worker, rank, len(members), version, message.store, fake=False)
+            if generation is not None:
+                self._tell(worker, local.Plan(version, generation, message.store, True, 0, worker.slot_of(generation)))
 
     def _assign(self, message: m.Assign) -> None:
         # A node that joined after the halt has not said what it holds (nothing, but the plan waits for it).
@@ -253,14 +267,17 @@ class Agent:
 
     def _give_rank(self, worker: WorkerProcess, rank: int, world_size: int, version: int, store: str, fake: bool) -> None:
         worker.rank, worker.given = rank, True
-        self._tell(worker, local.Given(rank, world_size, worker.index, self.place.workers, version, store, fake))
+        loaded = worker.begins_from is not None
+        self._tell(worker, local.Given(rank, world_size, worker.index, self.place.workers, version, store, fake, loaded))
 
     def _halt(self, message: m.Halt) -> None:
         self._replicas.frozen = True
+        self._durable.cancel()
         self._replicator.halt()
         if self._recovery is not None:
             self._recovery.cancel()
         for worker in self._workers:
+            worker.begins_from = None
             worker.control.set(Word.OVER_VERSION, message.version)
             if worker.given:  # one that is started again hears of the membership to come only
                 self._tell(worker, message)
@@ -269,6 +286,7 @@ class Agent:
     def _resume(self, message: m.Resume) -> None:
         before, self._membership = self._membership, message.membership
         self._replicas.version = message.membership.version
+        self._durable.cancel()
         self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))
         if before is None or before.holders != message.membership.holders or before.members != message.membership.members:
             self._release_after = message.membership.held_by(self.incarnation)
@@ -400,14 +418,9 @@ class Agent:
         if worker.slots is not None:  # fetched already
             if worker.layout_hash == wanted.layout_hash:
                 self._tell(worker, local.SlotsGiven(worker.slots.slot_bytes, OWN_SLOTS), (worker.slots.fd,))
+                self._replicate_first(worker)
             else:
-                self._tell(
-                    worker,
-                    local.NoSlots(
-                        f"the snapshot fetched for rank {worker.rank} has another layout than the model built here: the nodes do not "
-                        "run the same program; install the same versions and give the same flags everywhere"
-                    ),
-                )
+                self._tell(worker, local.NoSlots(_another_layout(worker)))
             return
         try:
             # Every agent holds as many replicas as it has ranks, times R; a refusal must come before training starts.
@@ -422,6 +435,13 @@ class Agent:
         worker.layout_hash = wanted.layout_hash
         worker.metadata_room_bytes = wanted.metadata_room_bytes
         self._tell(worker, local.SlotsGiven(slot_bytes, OWN_SLOTS), (slots.fd,))
+
+    def _replicate_first(self, worker: WorkerProcess) -> None:
+        """What the job begins from needs replicas like every generation; by now it is known whether payloads have to be sent."""
+        if worker.begins_from is not None and self._membership is not None:
+            self._shares_payload(worker)
+            self._replicator.begin(worker, self._membership, worker.begins_from, keep=worker.begins_from)
+            worker.begins_from = None
 
     def _shares_payload(self, worker: WorkerProcess) -> bool:
         """Whether the worker's holders have its payload themselves. Said once, for the start-up summary."""
@@ -440,6 +460,18 @@ class Agent:
                 self._tell(worker, m.Arm(msgspec.structs.replace(injection, at_step=None, phase=None)))
             else:
                 asyncio.get_running_loop().call_later(0.0005, self._strike, injection)
+
+
+def _another_layout(worker: WorkerProcess) -> str:
+    if worker.begins_from is not None:
+        return (
+            f"the durable generation {worker.begins_from} has another layout for rank {worker.rank} than the model built here: it was "
+            "written by another model or optimizer; give the flags that it was written with, or move it away (the log says where it lies)"
+        )
+    return (
+        f"the snapshot fetched for rank {worker.rank} has another layout than the model built here: the nodes do not run the same "
+        "program; install the same versions and give the same flags everywhere"
+    )
 
 
 def _address_towards(coordinator: str) -> str:

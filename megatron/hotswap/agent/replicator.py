@@ -61,6 +61,7 @@ class Replicator:
         self._stopping: set[asyncio.Task[None]] = set()  # pushes that may still read their slots
         self._seals: dict[asyncio.Task[None], _Push] = {}
         self._replicated: dict[int, set[tuple[int, str]]] = {}  # rank -> (generation, incarnation of a holder that has it)
+        self.on_sealed: Callable[[int, int], None] = lambda rank, generation: None  # an own snapshot is complete, and has its header
         self.whole = False  # send payloads even to holders that should have them: they were seen to differ
 
     # ---- out
@@ -136,6 +137,7 @@ class Replicator:
                 goes, payload_crc = await self._envelope(worker, outgoing, peers)
             await asyncio.gather(*(self._push(worker, goes, holder) for holder in membership.holders_of(outgoing.rank)))
             await own_snapshot.seal(worker, outgoing)
+            self.on_sealed(outgoing.rank, generation)
             worker.control.set(Word.ACKNOWLEDGED, generation + 1)
             d2h_s = (await copied) - begun
             h2h_s = loop.time() - begun - d2h_s

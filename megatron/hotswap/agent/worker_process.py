@@ -22,6 +22,7 @@ class WorkerProcess:
     def __init__(self, index: int, command: Sequence[str], log: Path, place: dict[str, str | int], extra_env: dict[str, str]) -> None:
         self.index = index
         self.rank: int | None = None  # whose snapshots are in the slots
+        self.begins_from: int | None = None  # the generation that its slots were filled with for the job's start
         self.given = False  # whether the process has been told its rank
         self.control = ControlBlock.create()
         self.slots: Slots | None = None

@@ -67,6 +67,7 @@ def megatron_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--load")
     parser.add_argument("--save")
     parser.add_argument("--use-checkpoint-args", action="store_true")
+    parser.add_argument("--finetune", action="store_true")
     args, _ = parser.parse_known_args(list(argv))
     return args
 

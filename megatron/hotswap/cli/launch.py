@@ -27,6 +27,7 @@ from ..replication.transports import make_transport
 from ..security import files as credentials
 from ..security.authority import issue, new_token
 from .checks import check_command, check_nodes, flags_added_here, grid_of
+from .durable import durable_of
 from .records import read_object
 
 JOB_FILE = "job.json"
@@ -214,6 +215,8 @@ def prepare(launch: Launch) -> ControlConfig:
         respawn_timeout_s=hotswap.respawn_timeout_s,
         respawn_window_s=hotswap.respawn_window_s,
         replicas=hotswap.replicas,
+        interval=hotswap.interval,
+        durable=durable_of(launch.argv, launch.world_size, hotswap.keep_durable),
     )
     _empty_run_dir(launch.run_dir)
     issue(launch.run_dir, control.run_id, token=control.token)

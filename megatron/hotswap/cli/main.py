@@ -1,4 +1,4 @@
-"""The `deadpool` command: run, plan, inject, status, verify."""
+"""The `deadpool` command: run, plan, inject, status, save, verify."""
 
 from __future__ import annotations
 
@@ -125,6 +125,17 @@ def status(
         except UsageError as ended:
             print(f"deadpool: {ended}", file=sys.stderr)
             return
+
+
+@app.command()
+def save(
+    job: Annotated[Path | None, typer.Argument(metavar="[JOB]", help="The job's run directory; as --run-dir.")] = None,
+    run_dir: RunDir = DEFAULT_RUN_DIR,
+) -> None:
+    """Have a running job write a durable generation to its --save, without stopping training. Returns when it is whole."""
+    from .client import save
+
+    print(f"deadpool: {save(job or run_dir)}")
 
 
 @app.command()

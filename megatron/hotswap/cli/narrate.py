@@ -60,6 +60,17 @@ def narrate(log: Log) -> str | None:
         return None  # said once, at the very end, with the log that has more
     if log.kind == "start":
         return f"training starts: {log.reason}"
+    said = {
+        "last-rung": "last rung: ",
+        "save": "durable generation: ",
+        "durable": "saved: ",
+        "write-failed": "could not be written, tried again: ",
+        "save-failed": "not saved: ",
+        "durable-refused": "cannot be gone on from: ",
+        "loading": "before training: ",
+    }
+    if log.kind in said:
+        return said[log.kind] + log.reason
     return {"end": "the job is over: ", "inject": "fault armed: ", "joined-as-rank": "the new process as "}.get(log.kind, "") + log.reason
 
 

@@ -18,6 +18,7 @@ from ..coordinator.service import Coordinator
 from ..errors import UsageError
 from ..replication.transports import protection
 from .checks import describe_grid, flags_added_here, grid_of, lease_for_shared_cores, megatron_flags
+from .durable import describe
 from .faults import parse_scheduled
 from .launch import Launch, VirtualNodes, run
 from .show import Show, last_traceback, log_of_failure
@@ -53,7 +54,7 @@ def run_job(launch: Launch, options: RunOptions, console: Console) -> int:
             show(coordinator)
 
         def started(control: ControlConfig, nodes: VirtualNodes) -> None:
-            console.print(_head(launch, bool(longer_lease)), markup=False, highlight=False, soft_wrap=True)
+            console.print(_head(launch, control, bool(longer_lease)), markup=False, highlight=False, soft_wrap=True)
             show.started(control, nodes)
 
         code = asyncio.run(run(launch, tick, started))
@@ -62,7 +63,7 @@ def run_job(launch: Launch, options: RunOptions, console: Console) -> int:
     return code
 
 
-def _head(launch: Launch, longer_lease: bool) -> str:
+def _head(launch: Launch, control: ControlConfig, longer_lease: bool) -> str:
     grid = grid_of(launch.argv, launch.world_size)
     hotswap = parse(launch.argv)
     spares = f"{launch.spares} spare{'' if launch.spares == 1 else 's'}"
@@ -80,6 +81,7 @@ def _head(launch: Launch, longer_lease: bool) -> str:
             f"  {launch.world_size} ranks share {len(os.sched_getaffinity(0))} cores, where a process may wait seconds for its turn: "
             "hence this lease; choose another one with --hot-swap-lease-s"
         )
+    lines += describe(control.durable)
     added = flags_added_here(launch.argv)
     if added:
         lines.append("  no GPU here: trains on CPUs over gloo, with " + " ".join(added))
@@ -112,7 +114,9 @@ def _say_end(launch: Launch, coordinator: Coordinator, code: int, picture: Path 
     recoveries = summary["recoveries"]
     stall = summary["exposed_stall_fraction"]
     lines = []
-    if code not in (0, 130):
+    if code == 75:
+        lines.append(f"deadpool: the job ends to be started again (code 75): {reason}")
+    elif code not in (0, 130):
         lines.append(f"deadpool: the job failed: {reason}")
         log = log_of_failure(coordinator, launch.run_dir)
         lines += [f"  {line}" for line in last_traceback(log)]

@@ -30,6 +30,11 @@ _STYLES = {
     "recovered": "bold green",
     "error": "bold red",
     "no-spare": "bold yellow",
+    "last-rung": "bold yellow",
+    "durable": "bold green",
+    "write-failed": "bold red",
+    "save-failed": "bold red",
+    "durable-refused": "bold red",
 }
 
 

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import UsageError
+from ..recovery.plan import DurableFolder
 from ..topology.grid import Grid
+
+
+@dataclass(frozen=True)
+class Durable:
+    """Where durable generations are written, and what the job begins from. Folders are names below `root`, newest generation first."""
+
+    root: str
+    shape: Mapping[str, int]  # sizes of the grid, by their flags: a snapshot is loaded only by the grid that wrote it
+    keep: int = 2  # whole generations
+    begin: tuple[DurableFolder, ...] = ()  # what to load at start: the first one that is undamaged
+    refused: tuple[str, ...] = ()  # what is there and cannot be used, in words
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,8 @@ class ControlConfig:
     respawn_window_s: float = 600.0  # a node whose workers fail again within this time is given up
     replicas: int = 1  # of each rank's snapshot, in as many other failure domains
     settle_s: float = 30.0  # at start: how long spares are waited for once enough nodes are there
+    interval: int = 1  # steps between snapshots
+    durable: Durable | None = None  # None: the job has nowhere to write
 
     def __post_init__(self) -> None:
         if self.lease_s < 3 * self.heartbeat_interval_s:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from . import messages as m
+from .attempt import Saving
 from .commits import Commits
 from .config import ControlConfig
 from .decisions import Decision, Log, Send
@@ -43,6 +44,13 @@ class Job:
         self.deadline_s: float | None = None
         self.spare_deadline_s: float | None = None
         self.lease = Lease(config)
+        self.newest_step = 0  # completed, as far as was said
+        self.saving: Saving | None = None  # while a generation is being written
+        self.save_wanted = False  # by a user
+        self.save_text = ""  # how the last one that a user wanted went
+        self.attempts = 0  # to write a generation
+        self.durable_generation = -1  # the newest that is whole on disk; -1: none that this job has written or begun from
+        self.durable_folder = ""
 
     @property
     def committed(self) -> int:

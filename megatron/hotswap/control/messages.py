@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 4
+PROTOCOL = 5
 #: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
 #: Faults that a worker's own training thread causes: an exception, a segmentation fault, memory that runs out, a sleep without end,
@@ -52,6 +52,14 @@ class Source(msgspec.Struct, frozen=True):
 
     incarnation: str
     h2h: str
+
+
+class DurableFile(msgspec.Struct, frozen=True):
+    """One rank's snapshot in a file of a durable generation (snapshot/manifest.py has the format)."""
+
+    length: int  # bytes
+    crc32c: int  # of metadata, then payload: what the header in the file says too
+    layout: str  # hash of the snapshot's layout, hex
 
 
 class Injection(msgspec.Struct, frozen=True):
@@ -221,6 +229,48 @@ class Note(_Message, frozen=True):
     text: str
 
 
+class Stock(_Message, frozen=True):
+    """The answer to TakeStock: every snapshot that this agent could write, of its own slots and of its replicas."""
+
+    version: int
+    snapshots: dict[int, tuple[int, ...]]  # rank -> generations
+
+
+class SnapshotWritten(_Message, frozen=True):
+    """A rank's snapshot is in its file, and the file on the medium."""
+
+    attempt: int
+    rank: int
+    file: DurableFile
+
+
+class GenerationWhole(_Message, frozen=True):
+    """The manifest is written: the generation is there. `removed` are the folders of older ones that were removed for it."""
+
+    attempt: int
+    removed: tuple[str, ...] = ()
+
+
+class WriteFailed(_Message, frozen=True):
+    """A snapshot, or the manifest (`rank` is None), was not written. `why`: the file system refused ("medium"), the copy in memory is
+    damaged ("damaged"), or it is not here any more ("gone"), since training went on before it could be taken."""
+
+    attempt: int
+    rank: int | None
+    why: Literal["medium", "damaged", "gone"]
+    text: str
+
+
+class Loaded(_Message, frozen=True):
+    """The answer to Load: the slots are filled from the files, each checked; or `refusal` says which was not, and why. `unseen`: there
+    is no such generation where this node looks."""
+
+    version: int
+    folder: str
+    refusal: str = ""
+    unseen: bool = False
+
+
 # ---- coordinator to agent
 
 
@@ -237,11 +287,21 @@ class Refused(_Message, frozen=True):
     reason: str
 
 
+class Load(_Message, frozen=True):
+    """Before the first membership: fill the slots of these ranks from the durable generation `root`/`folder`."""
+
+    version: int  # of the membership to come
+    root: str
+    folder: str
+    ranks: dict[int, int]  # worker -> rank; a worker that is not in it has none
+
+
 class Start(_Message, frozen=True):
-    """The first membership."""
+    """The first membership. `generation`: what the slots were filled with (Load); None: training begins as Megatron does."""
 
     membership: Membership
     store: str
+    generation: int | None = None
 
 
 class Halt(_Message, frozen=True):
@@ -301,6 +361,39 @@ class SendWhole(_Message, frozen=True):
     reason: str
 
 
+class TakeStock(_Message, frozen=True):
+    """The last rung: say what there is to write (Stock)."""
+
+    version: int
+
+
+class WriteSnapshots(_Message, frozen=True):
+    """Write these ranks' snapshots of `generation` into `root`/`folder`, each a file.
+
+    `training`: they are wanted as soon as they are complete, from a worker's own slots, while training goes on; else they are here.
+    """
+
+    attempt: int
+    generation: int
+    root: str
+    folder: str
+    ranks: tuple[int, ...]
+    training: bool
+
+
+class WriteManifest(_Message, frozen=True):
+    """Every file of `root`/`folder` is written: see that all are there, write the manifest, then remove what is older than the newest
+    `keep` whole generations."""
+
+    attempt: int
+    generation: int
+    root: str
+    folder: str
+    shape: dict[str, int]
+    files: tuple[DurableFile, ...]  # of rank 0, 1, …
+    keep: int
+
+
 class Arm(_Message, frozen=True):
     """Cause a fault."""
 
@@ -320,9 +413,12 @@ class Stop(_Message, frozen=True):
 
 FromAgent = (
     Join | WorkerReady | Heartbeat | Acknowledged | Skipped | CopyDamaged | StepDone | WorkerError | WorkerLost | HaltReport
-    | ReplicaReport | Restored | FirstStep | Finished | Note
+    | ReplicaReport | Restored | FirstStep | Finished | Note | Stock | SnapshotWritten | GenerationWhole | WriteFailed | Loaded
 )
-FromCoordinator = Welcome | Refused | Start | Halt | Assign | Respawn | Resume | Commit | Void | SendWhole | Arm | Alive | Stop
+FromCoordinator = (
+    Welcome | Refused | Load | Start | Halt | Assign | Respawn | Resume | Commit | Void | SendWhole | TakeStock | WriteSnapshots
+    | WriteManifest | Arm | Alive | Stop
+)
 
 
 # ---- what only the coordinator's own service tells the core
@@ -340,4 +436,8 @@ class Inject(_Message, frozen=True):
     injection: Injection
 
 
-Event = FromAgent | AgentLost | Inject
+class SaveWanted(_Message, frozen=True):
+    """A user asks for a durable generation."""
+
+
+Event = FromAgent | AgentLost | Inject | SaveWanted

@@ -9,6 +9,7 @@ class Phase(Enum):
     """Where the job is."""
 
     GATHERING = "gathering"
+    LOADING = "loading"
     TRAINING = "training"
     HALTING = "halting"
     RESUMING = "resuming"
@@ -18,14 +19,18 @@ class Phase(Enum):
 #: (from, to) -> what brings it about. Any other change is a bug of ours.
 CHANGES = {
     (Phase.GATHERING, Phase.TRAINING): "enough nodes are warm",
+    (Phase.GATHERING, Phase.LOADING): "enough nodes are warm, and there is a durable generation to go on from",
+    (Phase.LOADING, Phase.GATHERING): "a node is lost, or the generation is damaged and an older one is taken",
+    (Phase.LOADING, Phase.TRAINING): "every node has filled its slots from the files",
     (Phase.TRAINING, Phase.HALTING): "a node or a process is lost, or a collective failed",
     (Phase.HALTING, Phase.HALTING): "another one is lost, or stuck: begin again with what is left",
     (Phase.HALTING, Phase.RESUMING): "every rank has reported: the plan is made",
     (Phase.RESUMING, Phase.HALTING): "another one is lost, or ranks did not restore in time",
     (Phase.RESUMING, Phase.TRAINING): "every rank has restored",
     (Phase.GATHERING, Phase.ENDED): "a worker could not begin",
+    (Phase.LOADING, Phase.ENDED): "a worker could not begin, or no durable generation can be loaded",
     (Phase.TRAINING, Phase.ENDED): "training is done, or the program failed",
-    (Phase.HALTING, Phase.ENDED): "no spare in time (code 75), nothing to go back to, or the program failed",
+    (Phase.HALTING, Phase.ENDED): "no spare in time and the newest generation written (75), nothing to go back to, or the program failed",
     (Phase.RESUMING, Phase.ENDED): "the program failed, or resuming timed out again and again",
 }
 

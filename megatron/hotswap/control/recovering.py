@@ -9,11 +9,12 @@ from collections.abc import Mapping
 
 from ..recovery import plan
 from . import messages as m
+from .attempt import Ending
 from .decisions import Decision, Log, Send
-from .job import Job
 from .ladder import no_respawn
 from .membership import Agent, one_per_node, place_again
 from .phases import Phase
+from .saving import Saves
 from .timeline import Recovery
 
 _Worker = tuple[str, int]  # its agent's incarnation, its index there
@@ -22,7 +23,7 @@ _Worker = tuple[str, int]  # its agent's incarnation, its index there
 RESUME_TIMEOUTS_MAX = 2
 
 
-class Recovering(Job):
+class Recovering(Saves):
     """The ladder of a recovery. Control (state.py) calls it with the events."""
 
     # ---- losing nodes and workers
@@ -68,7 +69,7 @@ class Recovering(Job):
         for (incarnation, worker), why in workers.items():
             agent, number = self.agents[incarnation], len(self.recoveries)
             refusal = no_respawn(agent, worker, number, self.recovery is not None, now, self.config.respawn_window_s)
-            if self.phase is Phase.GATHERING:
+            if self.phase in (Phase.GATHERING, Phase.LOADING):
                 refusal = "nothing has begun that it could go on with"
             if refusal:
                 lost[incarnation] = f"worker {worker}: {why}; {refusal}"
@@ -107,7 +108,14 @@ class Recovering(Job):
         self.halted = set(self.agents)
         rung = "swap" if vacant else "respawn" if without else "reset"
         log = Log("recovery", reason, {"rung": rung, "evidence": evidence, "version": over, "lost": lost})
-        return [*(Send(i, halt) for i in self.agents), log, *self._assign_spares(now)]
+        return [*(Send(i, halt) for i in self.agents), log, *self._assign_spares(now), *self._saving_halted(now)]
+
+    def _fail(self, ending: Ending, now: float) -> list[Decision]:
+        """The program has failed for good. What was trained so far is written first, where there is somewhere to write."""
+        if self.config.durable is None or not self.stepped or self.finished:
+            return self._end(ending.code, ending.reason, ending.failed)
+        halt = [] if self.phase is Phase.HALTING else self._begin_recovery([], [ending.reason], now, now)
+        return [*halt, *self._last_rung(ending, now)]
 
     def _assign_again(self, agent: Agent, worker: int, now: float) -> list[Decision]:
         """A worker that was started again is warm: it takes its rank again, as a spare would."""
@@ -211,7 +219,10 @@ class Recovering(Job):
         vacant = self._vacant()
         if vacant:
             if self.spare_deadline_s is not None and now > self.spare_deadline_s:
-                return self._end(75, f"ranks {vacant} have no spare, and none came in {self.config.wait_for_spare_s} s")
+                text = f"ranks {vacant} have no spare, and none came in {self.config.wait_for_spare_s:g} s"
+                return self._last_rung(Ending(75, text, for_want_of_spares=True), now)
+            return []
+        if self.saving is not None and self.saving.ending is not None and not self.saving.ending.for_want_of_spares:
             return []
         if len(self.halt_reports) < len(self.membership.members):
             return []
@@ -220,6 +231,8 @@ class Recovering(Job):
         if self._unreported():
             return []
         choice = plan.choose(*self._held())
+        if isinstance(choice, str) and self.durable_generation >= 0:
+            return self._end_durable(Ending(75, f"no memory has anything to go back to: {choice}"))
         if isinstance(choice, str):
             return self._end(1, f"nothing to go back to: {choice}")
         return self._resume(choice, now)
@@ -252,8 +265,9 @@ class Recovering(Job):
         self.commits.begin_again(choice.generation)
         replaced = tuple(rank for rank, report in sorted(self.halt_reports.items()) if report.done is None)
         resume = m.Resume(self.membership, choice.generation, self._store(), sources, choice.redo_sections, replaced)
+        self.newest_step = choice.generation
         data = {"version": self.version, "generation": choice.generation, "fetch": sorted(sources), "holders": holders}
-        logs = [Log("plan", choice.reason, data), *([Log("placement", worse)] if worse else [])]
+        logs = [*self._saving_unneeded(), Log("plan", choice.reason, data), *([Log("placement", worse)] if worse else [])]
         return [*(Send(i, resume) for i in self._member_agents()), *logs]
 
     def _store(self) -> str:

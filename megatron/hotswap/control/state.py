@@ -4,9 +4,9 @@
                                 ^           |
                                 '-----------'   a failure during a recovery starts it over with what is left
 
-Changes of phase are the table in phases.py, events the table at the end of this file; what follows a loss is in recovering.py. An
-event that has no entry in the table for the present phase is logged and dropped: late and repeated messages are normal. A change of
-phase that has none is a bug of ours.
+Changes of phase are the table in phases.py, events the table at the end of this file; what comes before training is in starting.py,
+what follows a loss in recovering.py, what is written to disk in saving.py. An event that has no entry in the table for the present
+phase is logged and dropped: late and repeated messages are normal. A change of phase that has none is a bug of ours.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import UsageError
-from ..replication import placement
 from . import messages as m
+from .attempt import Ending
 from .config import ControlConfig as ControlConfig
 from .decisions import Decision as Decision
 from .decisions import Log as Log
 from .decisions import Send as Send
 from .injection import arm
-from .membership import Agent, give_ranks, one_per_node, refusal_of, start_log
+from .membership import Agent, refusal_of
 from .phases import Phase as Phase
-from .recovering import Recovering
+from .starting import Starting
 
 
-class Control(Recovering):
+class Control(Starting):
     """The decisions of one job. `exit_code` is set once, when the job is over."""
 
     # ---- the caller's two entries
@@ -42,7 +41,7 @@ class Control(Recovering):
                 agent.last_heard_s = now
         elif incarnation in self.fenced and not isinstance(event, m.AgentLost):
             return [Send(incarnation, m.Refused(f"this agent was fenced: {self.fenced[incarnation]}"))]
-        elif not isinstance(event, m.Join | m.AgentLost | m.Inject):
+        elif not isinstance(event, m.Join | m.AgentLost | m.Inject | m.SaveWanted):
             return [Send(incarnation, m.Refused("not joined: the first message must be Join"))]
         handler = _TRANSITIONS.get((self.phase, type(event)))
         if handler is None:
@@ -54,15 +53,18 @@ class Control(Recovering):
         if self.phase is Phase.ENDED:
             return []
         out: list[Decision] = []
-        gone = {**self._late_respawns(now), **self.lease.silent(self.agents.values(), now)}
+        late = {} if self._at_the_last_rung else self._late_respawns(now)
+        gone = {**late, **self.lease.silent(self.agents.values(), now)}
         # Until there are ranks to lose, only a closed connection counts: a machine that starts many workers may be slow to speak.
         if gone and self.phase is not Phase.GATHERING:
             out += self._lose(gone, now)
         overdue = self.deadline_s is not None and now > self.deadline_s
+        if self.phase is Phase.LOADING:
+            out += self._go_on_loading(now)
         if self.phase is Phase.GATHERING:
             out += self._try_start(now)
         elif self.phase is Phase.HALTING:
-            if overdue:
+            if overdue and not self._at_the_last_rung:
                 out += self._give_up_silent_ranks(now)
             if self.phase is Phase.HALTING:
                 out += self._try_plan(now)
@@ -70,7 +72,7 @@ class Control(Recovering):
             out += self._resume_overdue(now)
         elif self.phase in (Phase.TRAINING, Phase.RESUMING):
             out += self._judge_errors(now)
-        return out
+        return out if self.exit_code is not None else out + self._go_on_saving(now)
 
     def stop(self, code: int, reason: str) -> list[Decision]:
         """The job is over for a reason that lies outside: its user, or its launcher, wants no more of it."""
@@ -101,32 +103,6 @@ class Control(Recovering):
             return again + self._assign_spares(now) + self._try_plan(now)
         return [Log("spare", f"node {agent.node} is a warm spare", {"node": agent.node})] if agent.warm and agent.spare else []
 
-    def _try_start(self, now: float) -> list[Decision]:
-        warm = one_per_node(a for a in self.agents.values() if a.warm)
-        if len(warm) < self.config.nodes:
-            said = f"{len(warm)} of {self.config.nodes} nodes are ready"
-            if said == self.said_waiting:
-                return []
-            self.said_waiting = said
-            return [Log("waiting", said)]
-        self.gathered_s = now if self.gathered_s is None else self.gathered_s
-        if len(warm) < self.config.nodes + self.config.spares and now - self.gathered_s < self.config.settle_s:
-            return []
-        active = warm[: self.config.nodes]
-        members = give_ranks(active)
-        nodes = [member.node for member in members]
-        domains = [self.agents[x.incarnation].domain for x in members]
-        try:
-            holders = placement.place(self.config.grid, nodes, self.config.replicas, domains)
-        except UsageError as impossible:  # nothing is lost yet: the user can start it better
-            return self._end(2, str(impossible))
-        self.version = 1
-        self.membership = m.Membership(1, tuple(members), holders)
-        self._enter(Phase.TRAINING)
-        start = m.Start(self.membership, active[0].stores.pop(0))
-        spares = [a.node for a in warm[self.config.nodes :]]
-        return [*(Send(a.incarnation, start) for a in active), start_log(nodes, spares, holders, domains)]
-
     # ---- while training
 
     def _acknowledged(self, incarnation: str, event: m.Acknowledged, now: float) -> list[Decision]:
@@ -142,7 +118,7 @@ class Control(Recovering):
             return []
         text = f"generation {event.generation}: rank {event.rank} still waits for the one before it to be committed"
         log = Log("generation-skipped", text, {"generation": event.generation, "rank": event.rank})
-        return [log, *(Send(i, m.Void(event.generation)) for i in self._member_agents())]
+        return [log, *(Send(i, m.Void(event.generation)) for i in self._member_agents()), *self._saving_void(event.generation)]
 
     def _copy_damaged(self, incarnation: str, event: m.CopyDamaged, now: float) -> list[Decision]:
         """Guarantee 6: what did not match is never restored from, and is said. Where the plan has no other copy, another is made."""
@@ -159,7 +135,7 @@ class Control(Recovering):
 
     def _worker_error(self, incarnation: str, event: m.WorkerError, now: float) -> list[Decision]:
         over = self.version - 1 if self.phase is Phase.HALTING else self.version
-        if event.version != over or event.rank not in self.agents[incarnation].ranks:
+        if self._at_the_last_rung or event.version != over or event.rank not in self.agents[incarnation].ranks:
             return []
         log = Log("error", f"rank {event.rank} in step {event.step}: {event.text}", {"rank": event.rank, "step": event.step})
         if not event.collective:
@@ -180,7 +156,7 @@ class Control(Recovering):
             return []  # said before
         if before is not event or not self.stepped or self.finished:
             why = "" if before is event else f"; rank {before.rank} had failed there in the same way, so it is the program, not a node"
-            return self._end(1, f"rank {event.rank} {what}{why}", (incarnation, worker))
+            return self._fail(Ending(1, f"rank {event.rank} {what}{why}", (incarnation, worker)), now)
         return self._lose({}, now, {(incarnation, worker): what})
 
     def _judge_errors(self, now: float) -> list[Decision]:
@@ -195,12 +171,17 @@ class Control(Recovering):
     def _worker_lost(self, incarnation: str, event: m.WorkerLost, now: float) -> list[Decision]:
         if not 0 <= event.worker < self.agents[incarnation].join.workers:
             return []
+        if self._at_the_last_rung:  # its agent has what it left
+            data = {"worker": event.worker, "rank": None}
+            return [Log("worker-lost", f"worker {event.worker}: {event.evidence}; it is not needed any more", data)]
         return self._lose({}, now, {(incarnation, event.worker): event.evidence})
 
     def _agent_lost(self, incarnation: str, event: m.AgentLost, now: float) -> list[Decision]:
         return self._lose({incarnation: event.evidence}, now) if incarnation in self.agents else []
 
     def _finished(self, incarnation: str, event: m.Finished, now: float) -> list[Decision]:
+        if event.code != 0 and self._at_the_last_rung:
+            return []
         node = self.agents[incarnation].node
         who = f"rank {event.rank}" if event.rank is not None else f"worker {event.worker}"
         if event.code != 0 and self._has_no_state(event.rank):
@@ -218,7 +199,7 @@ class Control(Recovering):
     def _has_no_state(self, rank: int | None) -> bool:
         """Whether a worker is a spare's, or one that has been given its rank in this recovery and has not restored it yet."""
         if self.recovery is None or rank is None:
-            return rank is None and self.phase is not Phase.GATHERING
+            return rank is None and self.phase not in (Phase.GATHERING, Phase.LOADING)
         had = {r for r, report in self.halt_reports.items() if report.done is not None} | self.recovery.restored.keys()
         return self.phase is not Phase.TRAINING and rank not in had
 
@@ -233,12 +214,13 @@ class Control(Recovering):
 
     def _step_done(self, incarnation: str, event: m.StepDone, now: float) -> list[Decision]:
         self.stepped = True  # the service records the rest
+        self.newest_step = max(self.newest_step, event.record.step)
         return []
 
 
 _Handler = Callable[[Control, str, Any, float], list[Decision]]
-_LIVE = (Phase.GATHERING, Phase.TRAINING, Phase.HALTING, Phase.RESUMING)
-_STARTED = _LIVE[1:]
+_LIVE = (Phase.GATHERING, Phase.LOADING, Phase.TRAINING, Phase.HALTING, Phase.RESUMING)
+_STARTED = _LIVE[2:]
 #: (phase, event) -> what is done. docs/architecture.md shows it as a diagram.
 _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.Join): Control._join for p in _LIVE},
@@ -256,6 +238,12 @@ _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.CopyDamaged): Control._copy_damaged for p in _STARTED},
     **{(p, m.FirstStep): Control._first_step for p in (Phase.TRAINING, Phase.RESUMING)},
     **{(p, m.WorkerError): Control._worker_error for p in _STARTED},
+    **{(p, m.SaveWanted): Control._save_wanted for p in _LIVE},
+    **{(p, m.SnapshotWritten): Control._snapshot_written for p in _STARTED},
+    **{(p, m.WriteFailed): Control._write_failed for p in _STARTED},
+    **{(p, m.GenerationWhole): Control._generation_whole for p in _STARTED},
+    (Phase.HALTING, m.Stock): Control._stock,
+    (Phase.LOADING, m.Loaded): Control._loaded,
     (Phase.HALTING, m.HaltReport): Control._halt_report,
     (Phase.HALTING, m.ReplicaReport): Control._replica_report,
     (Phase.RESUMING, m.Restored): Control._restored,

@@ -201,7 +201,9 @@ class Coordinator:
             else:
                 self.recorder.event(decision)
                 self.notices.append(decision)
-                if decision.kind == "node-lost":
+                if decision.kind == "durable" and self.control.exit_code is not None:  # what came after it is not there any more
+                    self.recorder.rolled_back(decision.data["generation"])
+                elif decision.kind == "node-lost":
                     self.lost_nodes.put_nowait(decision.data["node"])
         if self.control.exit_code is not None:
             self.ended.set()
@@ -237,6 +239,12 @@ class Coordinator:
             text = "; ".join(d.reason for d in decisions if isinstance(d, Log))
             if any(isinstance(d, Log) and d.kind == "inject-refused" for d in decisions):
                 return wire.Status(False, text)
+        if command.save:
+            decisions = self.control.handle("", m.SaveWanted(), time.monotonic())
+            self._apply(decisions)
+            text = "; ".join(d.reason for d in decisions if isinstance(d, Log))
+            if any(isinstance(d, Log) and d.kind == "save-refused" for d in decisions):
+                return wire.Status(False, text)
         return self._status(text)
 
     def _status(self, text: str) -> wire.Status:
@@ -258,4 +266,7 @@ class Coordinator:
             last.step if last else 0,
             nodes,
             sorted(spares),
+            control.durable_generation,
+            control.save_wanted or control.saving is not None,
+            control.save_text,
         )

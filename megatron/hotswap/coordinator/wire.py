@@ -36,6 +36,7 @@ class Command(msgspec.Struct, frozen=True):
     """A user's command to a running job. Who may give it is said by the certificate."""
 
     injection: m.Injection | None = None
+    save: bool = False  # write a durable generation
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -49,6 +50,9 @@ class Status(msgspec.Struct, frozen=True):
     step: int = 0
     nodes: dict[str, list[int]] = {}  # active node -> ranks
     spares: list[str] = []
+    durable: int = -1  # newest generation that is whole on disk
+    saving: bool = False  # whether one is being written, or is to be
+    save_text: str = ""  # how the last one went
 
 
 class _OldJoin(msgspec.Struct):

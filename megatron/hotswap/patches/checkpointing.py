@@ -1,8 +1,9 @@
 """megatron.training.checkpointing, as megatron.training.training calls it.
 
 Replaced:
-- `load_checkpoint`: in a spare nothing is loaded from disk, since its state comes from its holder's memory; elsewhere a
-  checkpoint that does not fit the model is refused in words instead of by a wall of shapes.
+- `load_checkpoint`: in a spare nothing is loaded from disk, since its state comes from its holder's memory, nor where the job goes on
+  from a durable generation, which the agent has put into the slots; elsewhere a checkpoint that does not fit the model is refused in
+  words instead of by a wall of shapes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 from ..errors import UsageError
 
 
-def serve_spare(training: Any, is_spare: Callable[[], bool]) -> None:
-    """Patch the trainer's `load_checkpoint`."""
+def serve_from_slots(training: Any, in_slots: Callable[[], bool]) -> None:
+    """Patch the trainer's `load_checkpoint`. `in_slots`: whether this rank's state lies in its slots already."""
     original = training.load_checkpoint
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, float]:
-        if is_spare():
+        if in_slots():
             return 0, 0.0
         try:
             result: tuple[int, float] = original(*args, **kwargs)

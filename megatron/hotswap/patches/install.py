@@ -78,7 +78,7 @@ class HotSwap:
     def _install(self) -> None:
         t = self._training
         arguments.join_parser(self._await_rank)
-        checkpointing.serve_spare(t, lambda: self._spare)
+        checkpointing.serve_from_slots(t, lambda: self._spare or self._loaded)
         distrib_optimizer.put_fence(self._fence, self._enter)
         training_patches.note_phases(t, self._enter)
         training_patches.Sections(t, lambda: self._loop, self._session).install(lambda: self._trainer.start_iteration)
@@ -92,6 +92,10 @@ class HotSwap:
     @property
     def _spare(self) -> bool:
         return self._given is not None and self._given.fake
+
+    @property
+    def _loaded(self) -> bool:
+        return self._given is not None and self._given.loaded
 
     # ---- in the order of the calls
 
@@ -120,12 +124,12 @@ class HotSwap:
             self._reached("arguments and stand-in groups")
             margs = get_args()
             initialize = margs.perform_initialization
-            margs.perform_initialization = initialize and not self._spare  # its weights come from a snapshot
+            margs.perform_initialization = initialize and not (self._spare or self._loaded)  # weights come from a snapshot
             built = original(*args, **kwargs)
             margs.perform_initialization = initialize  # as checkpoints will have it
             self._trainer.attach(*built)
             self._reached("model and optimizer")
-            if self._spare:
+            if self._spare or self._loaded:
                 self._take_over(margs)
             else:
                 self._trainer.start_iteration = margs.iteration
@@ -140,8 +144,8 @@ class HotSwap:
         return setup_model_and_optimizer
 
     def _take_over(self, margs: Any) -> None:
-        """Spare: iteration, samples and flags of the generation that the job goes back to, as a checkpoint would bring them."""
-        self._plan = self._recovery.await_plan()
+        """Iteration, samples and flags of the generation that the job goes back to, or begins from, as a checkpoint would bring them."""
+        self._plan = self._recovery.await_plan() if self._spare else self._recovery.first_plan()
         self._snapshots.attach(self._plan.generation)
         self._snapshots.adopt(self._plan)
         self._set_progress(margs)
@@ -169,6 +173,8 @@ class HotSwap:
             batch = getattr(margs, "eval_global_batch_size", None) or margs.global_batch_size
             metadata["consumed_valid_samples"] += margs.eval_iters * batch
         margs.consumed_valid_samples = metadata["consumed_valid_samples"]
+        if self._loaded:
+            self._trainer.start_iteration = generation
 
     def _data(self, original: Any) -> Any:
         def build_train_valid_test_data_iterators(provider: Any) -> Any:
@@ -190,12 +196,20 @@ class HotSwap:
             self._runner.timers(),
             training_patches.hooks_enabled(args[2]),
         )
-        if self._plan is not None:
+        if self._plan is not None and self._loaded:
+            self._begin_from_files(loop)
+        elif self._plan is not None:
             self._join(loop)
         elif self._trainer.built_generation is None and not loop.began:
             self._aborter.groups_built()
             loop.first_snapshot()
         return loop.step(call)
+
+    def _begin_from_files(self, loop: Loop) -> None:
+        assert self._plan is not None
+        self._aborter.groups_built()
+        loop.begin_from(self._plan)
+        self._plan, self._session.loading = None, False
 
     def _join(self, loop: Loop) -> None:
         plan = self._plan

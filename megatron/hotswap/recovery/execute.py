@@ -168,12 +168,28 @@ class Recovery:
         self._store = self._new_store()
         return self._store
 
+    def first_plan(self) -> local.Plan:
+        """What the job begins from, in a process whose groups are real: a halt ends it.
+
+        Raises:
+            Halted: a peer is lost already.
+        """
+        order = self._await_order()
+        if isinstance(order, m.Halt):
+            raise Halted(f"membership {order.version} is over")
+        return order
+
     def await_plan(self) -> local.Plan:
         """A spare that has built its model waits for the plan it will join by; halts meanwhile are answered by the monitor."""
         while True:
             order = self._await_order()
             if isinstance(order, local.Plan):
                 return order
+
+    def begin_from(self, plan: local.Plan, position: Position) -> None:
+        """A job's first train_step: the whole job becomes the generation that its agents have read from files. Collective."""
+        self.restore(plan, position)
+        self._trainer.parameters_from_main()
 
     def recover(self, position: Position, known: local.Plan | None = None) -> local.Plan:
         """From the exception to a state that is generation `plan.generation`. Begins again when it is halted itself.

@@ -57,12 +57,14 @@ class Layout:
         return digest.digest()
 
 
-def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata_bytes: int) -> Layout:
-    """Lay out (name, dtype, shape, bytes) in the given order.
+def metadata_room_bytes(metadata_bytes: int) -> int:
+    """Room for metadata whose first record has this size: twice that and 4 KiB, rounded up, because counters grow by a few digits in
+    a long run while the random states keep their size."""
+    return -(-(2 * metadata_bytes + 4096) // 4096) * 4096
 
-    `metadata_bytes` is the size of a first metadata record; the room is twice that and 4 KiB, rounded up, because counters grow
-    by a few digits in a long run while the random states keep their size.
-    """
+
+def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata_bytes: int) -> Layout:
+    """Lay out (name, dtype, shape, bytes) in the given order. `metadata_bytes` is the size of a first metadata record."""
     specs, offset, names = [], 0, set()
     for name, dtype, shape, length_bytes in tensors:
         if name in names:
@@ -70,8 +72,7 @@ def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metada
         names.add(name)
         specs.append(TensorSpec(name, dtype, tuple(shape), offset, length_bytes))
         offset += -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    room = -(-(2 * metadata_bytes + 4096) // 4096) * 4096
-    return Layout(tuple(specs), room, offset)
+    return Layout(tuple(specs), metadata_room_bytes(metadata_bytes), offset)
 
 
 @dataclass(frozen=True)

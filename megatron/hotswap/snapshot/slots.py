@@ -137,13 +137,17 @@ class Slots:
         """A slot's bytes, not copied."""
         return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
+    def span(self, offset: int, length: int) -> memoryview:
+        """Bytes of all slots together, not copied, from where the first one begins."""
+        return self._view[offset : offset + length]
+
     def header(self, slot: int) -> Header:
         """Read a slot's header.
 
         Raises:
             SnapshotMismatch: there is none.
         """
-        return Header.unpack(bytes(self.view(slot)[:HEADER_BYTES]))
+        return Header.unpack(self.view(slot)[:HEADER_BYTES].tobytes())
 
     def write_header(self, slot: int, header: Header) -> None:
         """Make the slot's content valid. Write it last."""

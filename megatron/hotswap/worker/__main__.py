@@ -63,6 +63,9 @@ def main() -> None:
         end_process(
             code, f"this spare could not build its rank: {text}"
         )  # its agent tells; the next spare takes its place
+    if code and session.loading and _peer_lost(session, failure):
+        # Its agent starts it again, and it reads what lies in its slots as after any other loss.
+        end_process(1, f"a peer was lost before training had begun: {text}")
     if isinstance(failure, Exception) and session.step > 0:
         _say_failed_in_training(session, failure)
     elif code and session.halted:
@@ -75,12 +78,18 @@ def main() -> None:
 
 def _say_failed_in_training(session: Session, failure: Exception) -> None:
     """Outside of what the recovery loop wraps: this process cannot go on, another in its place can."""
-    from .loop import is_communication
     from .session import end_process
 
-    if session.halted or is_communication(failure):
+    if _peer_lost(session, failure):
         end_process(1, f"a peer was lost at a place that cannot be taken up again: {failure}")  # its agent tells
     session.report_error(failure, session.step, collective=False)
+
+
+def _peer_lost(session: Session, failure: BaseException | None) -> bool:
+    """Whether it was not this process's own doing."""
+    from .loop import is_communication
+
+    return session.halted or (isinstance(failure, Exception) and is_communication(failure))
 
 
 def _exit_code(end: SystemExit) -> tuple[int, str]:

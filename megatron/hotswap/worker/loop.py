@@ -114,6 +114,11 @@ class Loop:
         """Before the first step: the generation that a loss in that step goes back to."""
         self._snapshots.take(self.position.generation, keep=-1)
 
+    def begin_from(self, plan: local.Plan) -> None:
+        """The first train_step of a job that goes on from a durable generation."""
+        self.position = Position(-1, dirty=True)
+        self._recovery.begin_from(plan, self.position)
+
     def join(self, plan: local.Plan) -> None:
         """A spare at its first train_step: become the rank, by the same rebuild and restore as the survivors."""
         self.position = Position(-1, dirty=True)

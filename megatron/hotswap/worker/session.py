@@ -38,6 +38,7 @@ class Session:
         self.version = 0  # of the membership that the training thread works in
         self.rank: int | None = None
         self.building = False  # a spare that has a rank but no state yet
+        self.loading = False  # the job begins from a durable generation, and this rank has not loaded it yet
         self.orders: queue.Queue[m.Halt | local.Plan] = queue.Queue()
         self.abort: Callable[[int, Collection[int]], None] = lambda version, lost: None  # set by worker/abort.py
         self.exposed_stall_s = 0.0  # since it was last read
@@ -89,7 +90,7 @@ class Session:
             self.plan_heard_s = time.perf_counter()
             self.orders.put(message)
         elif isinstance(message, local.Given):
-            self.rank, self.version, self.building = message.rank, message.version, message.fake
+            self.rank, self.version, self.building, self.loading = message.rank, message.version, message.fake, message.loaded
             if message.fake:
                 self.report_building(message.version - 1)
             self._ranks.put(message)
