@@ -29,6 +29,8 @@ class HotSwapConfig:
     wait_for_spare_s: float
     respawn_timeout_s: float
     respawn_window_s: float
+    hang_factor: float
+    hang_min_s: float
     keep_durable: int
     replicas: int
     failure_domain: str  # node, switch, or a file
@@ -121,6 +123,15 @@ _DEADLINES = (
         "S",
         "a node whose workers fail again within this time is given up, and a spare takes over its ranks (default: %(default)s)",
     ),
+    _Flag(
+        "hang-factor",
+        float,
+        10.0,
+        "N",
+        "a job in which no rank comes any further for N of its normal steps hangs: all ranks begin again in place, and those that do not "
+        "answer are started again; evaluations and checkpoints are not judged (default: %(default)s)",
+    ),
+    _Flag("hang-min-s", float, 30.0, "S", "the least time without progress that is taken for a hang (default: %(default)s)"),
 )
 _SNAPSHOTS = (
     _Flag(

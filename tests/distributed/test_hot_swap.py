@@ -91,8 +91,8 @@ def test_agents_and_workers_lost_alone(tmp_path: Path, reference_of: Callable[[s
     """The loss of one process on a living node, in whatever way, ends in the same state as the loss of the node: an agent takes its
     node along, a worker is started again on it and reads the agent's slots, a broken collective costs no process.
 
-    The last two strike at one moment: one rank hangs, one on the other node keeps Python's lock, so nobody but the collectives'
-    timeout notices, and both are found by not answering the halt.
+    The last two strike at one moment: one rank hangs, one on the other node keeps Python's lock, so no process notices anything. What is
+    seen is that no rank comes any further, and both are found by not answering the halt.
     """
     case = BY_TWO
     expected = [("kill", "agent", "swap"), ("freeze", "agent", "swap"), ("kill", "worker", "respawn"), ("freeze", "worker", "respawn")]
@@ -103,12 +103,13 @@ def test_agents_and_workers_lost_alone(tmp_path: Path, reference_of: Callable[[s
     ]
     last = planned[-1].at_step + 2
     planned += [Scheduled("hang", "worker", 2, last, "grad-sync"), Scheduled("spin", "worker", 1, last, "forward")]
-    deadlines = "--hot-swap-collective-timeout-s 8 --hot-swap-halt-timeout-s 9 --hot-swap-respawn-window-s 0.1"
+    deadlines = "--hot-swap-hang-min-s 8 --hot-swap-collective-timeout-s 14 --hot-swap-halt-timeout-s 15 --hot-swap-respawn-window-s 0.1"
     command = [*argv(case, last + 2, None), *deadlines.split()]
     summary = run_job(case, tmp_path / "disturbed", command, spares=1, faults=planned)
     assert summary["exit_code"] == 0, summary["ended"]
     assert [r["kind"] for r in summary["recoveries"]] == [*(kind for *_, kind in expected), "respawn"]
     assert summary["recoveries"][-1]["ranks_respawned"] == [1, 2]
+    assert summary["recoveries"][-1]["evidence"][0].startswith("no rank came any further for 8.")
     assert all(r["steps_rerun"] <= 1 for r in summary["recoveries"])
     # A process that was started again has fetched nothing: what it needs is on its node.
     fetched = [p["fetch"] for p, r in zip(events(tmp_path / "disturbed", "plan"), summary["recoveries"], strict=True)]

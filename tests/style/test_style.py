@@ -137,6 +137,8 @@ FLAGS = {
     "--hot-swap-wait-for-spare-s",
     "--hot-swap-respawn-timeout-s",
     "--hot-swap-respawn-window-s",
+    "--hot-swap-hang-factor",
+    "--hot-swap-hang-min-s",
     "--hot-swap-replicas",
     "--hot-swap-failure-domain",
     "--hot-swap-interval",

@@ -25,6 +25,8 @@ class Story:
         self.control: Control
         self.now = 0.0
         self.lives: dict[str, str] = {}  # node -> its present incarnation
+        self.progress: dict[int, m.Progress] = {}
+        self.count = 0  # of phases that were entered
 
     def play(self, text: str) -> str:
         """The scenario with the decisions written (anew) below each command."""
@@ -88,11 +90,27 @@ class Story:
             self.now = min(float(now), self.now + 0.25)
             for agent in list(self.control.agents.values()):
                 if agent.incarnation not in self.silent:
-                    self._handle(agent.incarnation, m.Heartbeat(0))
+                    self._handle(agent.incarnation, m.Heartbeat(0, {r: self.progress[r] for r in agent.ranks if r in self.progress}))
             out += self.control.tick(self.now)
         return out
 
     silent: frozenset[str] = frozenset()
+
+    def do_at(self, step: str, phase: str, *ranks: str) -> None:
+        """These ranks have entered a phase of a step; their agents' next heartbeats say so."""
+        self.count += 1
+        self.progress |= {int(r): m.Progress(int(step), m.PHASES.index(phase) + 1, self.count) for r in ranks}
+
+    def do_steps(self, first: str, last: str, seconds: str = "1.0") -> list[Any]:
+        """Steps complete one after another, each in so many seconds; all ranks come along."""
+        out: list[Any] = []
+        ranks = range(self.control.config.grid.world_size)
+        for step in range(int(first), int(last) + 1):
+            self.do_at(str(step), "forward", *map(str, ranks))
+            out += self.do_time(str(self.now + float(seconds)))
+            record = m.StepRecord(step, self.control.version, 0, float(seconds), 0.0, {}, None)
+            out += self._handle(self._member(str(ranks[-1])).incarnation, m.StepDone(record))
+        return out
 
     def do_silence(self, *nodes: str) -> None:
         """These nodes say nothing any more; their connections stay open."""

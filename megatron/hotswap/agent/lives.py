@@ -8,7 +8,9 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ..control.messages import Progress
 from ..errors import Malformed
+from ..snapshot.slots import Word
 from . import local
 from .worker_process import WorkerProcess
 
@@ -69,6 +71,11 @@ class Lives:
                     stopped_since.pop(worker.index, None)
                 elif loop.time() - stopped_since.setdefault(worker.index, loop.time()) > self._lease_s():
                     self._lose(worker, f"{how} for longer than the lease of {self._lease_s()} s")
+
+    def progress(self) -> dict[int, Progress]:
+        """How far each rank here is."""
+        words = (Word.STEP, Word.PHASE, Word.PROGRESS)
+        return {w.rank: Progress(*(w.control.get(word) for word in words)) for w in self.workers if w.rank is not None}
 
     def close(self) -> None:
         """End them all."""

@@ -201,7 +201,7 @@ class Agent:
         sequence = 0
         while True:
             sequence += 1
-            self._say(m.Heartbeat(sequence))
+            self._say(m.Heartbeat(sequence, self._lives.progress()))
             # Should this loop stand still for half a lease, the log is to show where: a node that falls silent cannot be asked.
             faulthandler.dump_traceback_later(self._lease_s / 2)
             await asyncio.sleep(self.config.heartbeat_interval_s)

@@ -214,6 +214,8 @@ def prepare(launch: Launch) -> ControlConfig:
         wait_for_spare_s=hotswap.wait_for_spare_s,
         respawn_timeout_s=hotswap.respawn_timeout_s,
         respawn_window_s=hotswap.respawn_window_s,
+        hang_factor=hotswap.hang_factor,
+        hang_min_s=hotswap.hang_min_s,
         replicas=hotswap.replicas,
         interval=hotswap.interval,
         durable=durable_of(launch.argv, launch.world_size, hotswap.keep_durable),

@@ -37,6 +37,8 @@ class ControlConfig:
     wait_for_spare_s: float = 60.0
     respawn_timeout_s: float = 60.0  # from the order to start a worker again until it is warm; then its node is given up
     respawn_window_s: float = 600.0  # a node whose workers fail again within this time is given up
+    hang_factor: float = 10.0  # normal steps without any rank's progress, from which a job hangs
+    hang_min_s: float = 30.0  # the least time without any
     replicas: int = 1  # of each rank's snapshot, in as many other failure domains
     settle_s: float = 30.0  # at start: how long spares are waited for once enough nodes are there
     interval: int = 1  # steps between snapshots
@@ -52,6 +54,12 @@ class ControlConfig:
             raise UsageError(
                 f"--hot-swap-halt-timeout-s ({self.halt_timeout_s}) must be longer than --hot-swap-lease-s ({self.lease_s}): a "
                 "second node may fall silent during a recovery, and must be noticed first"
+            )
+        if self.hang_factor < 2 or self.hang_min_s < self.lease_s:
+            raise UsageError(
+                "a job hangs when no rank has come any further for at least two steps and one lease, or every slow step would be taken "
+                f"for a hang: --hot-swap-hang-factor is {self.hang_factor}, --hot-swap-hang-min-s is {self.hang_min_s}, "
+                f"--hot-swap-lease-s is {self.lease_s}; raise the first two"
             )
         if self.nodes == 1:
             raise UsageError(

@@ -9,6 +9,7 @@ from .attempt import Saving
 from .commits import Commits
 from .config import ControlConfig
 from .decisions import Decision, Log, Send
+from .hang import HangDetector
 from .lease import Lease
 from .membership import Agent
 from .phases import Phase, require_change
@@ -44,6 +45,7 @@ class Job:
         self.deadline_s: float | None = None
         self.spare_deadline_s: float | None = None
         self.lease = Lease(config)
+        self.hang = HangDetector(config.hang_factor, config.hang_min_s)
         self.newest_step = 0  # completed, as far as was said
         self.saving: Saving | None = None  # while a generation is being written
         self.save_wanted = False  # by a user
@@ -60,6 +62,8 @@ class Job:
     def _enter(self, phase: Phase) -> None:
         require_change(self.phase, phase)
         self.phase = phase
+        if phase is Phase.TRAINING:
+            self.hang.begin()
 
     def _vacant(self) -> list[int]:
         """Ranks whose member is gone."""

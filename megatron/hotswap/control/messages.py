@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 5
+PROTOCOL = 6
 #: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
 #: Faults that a worker's own training thread causes: an exception, a segmentation fault, memory that runs out, a sleep without end,
@@ -109,10 +109,19 @@ class WorkerReady(_Message, frozen=True):
     store: str
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """How far a rank is."""
+
+    step: int
+    phase: int  # index into PHASES, plus 1; 0: none yet
+    count: int  # grows with every phase that it enters, repeated ones too
+
+
 class Heartbeat(_Message, frozen=True):
-    """The agent lives. Sent every heartbeat interval, and whatever else it sends counts as one too."""
+    """The agent lives, and its ranks are so far. Sent every heartbeat interval; whatever else it sends says that it lives, too."""
 
     sequence: int
+    progress: dict[int, Progress] = {}
 
 
 class Acknowledged(_Message, frozen=True):

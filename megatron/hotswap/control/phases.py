@@ -22,7 +22,7 @@ CHANGES = {
     (Phase.GATHERING, Phase.LOADING): "enough nodes are warm, and there is a durable generation to go on from",
     (Phase.LOADING, Phase.GATHERING): "a node is lost, or the generation is damaged and an older one is taken",
     (Phase.LOADING, Phase.TRAINING): "every node has filled its slots from the files",
-    (Phase.TRAINING, Phase.HALTING): "a node or a process is lost, or a collective failed",
+    (Phase.TRAINING, Phase.HALTING): "a node or a process is lost, a collective failed, or the job hangs",
     (Phase.HALTING, Phase.HALTING): "another one is lost, or stuck: begin again with what is left",
     (Phase.HALTING, Phase.RESUMING): "every rank has reported: the plan is made",
     (Phase.RESUMING, Phase.HALTING): "another one is lost, or ranks did not restore in time",

@@ -30,6 +30,9 @@ def nonsense(event: m.Event, world_size: int, workers: int) -> str:
         wrong.append(f"rank {rank} of {world_size}")
     if worker is not None and not 0 <= worker < workers:
         wrong.append(f"worker {worker} of {workers}")
+    if isinstance(event, m.Heartbeat):
+        wrong += [f"rank {r} of {world_size}" for r in event.progress if not 0 <= r < world_size][:1]
+        wrong += [f"step {p.step}" for p in event.progress.values() if not 0 <= p.step < _GENERATION_MAX][:1]
     if isinstance(event, m.ReplicaReport):
         wrong += [f"rank {r} of {world_size}" for r in event.replicas if not 0 <= r < world_size][:1]
     for name in ("generation", "done", "step", "bytes_restored", "steps_rerun"):

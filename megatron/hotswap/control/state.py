@@ -72,6 +72,8 @@ class Control(Starting):
             out += self._resume_overdue(now)
         elif self.phase in (Phase.TRAINING, Phase.RESUMING):
             out += self._judge_errors(now)
+        if self.phase is Phase.TRAINING and not self.finished and (evidence := self.hang.look(self.config.grid.world_size, now)):
+            out += self._begin_recovery([], [evidence], now, now)
         return out if self.exit_code is not None else out + self._go_on_saving(now)
 
     def stop(self, code: int, reason: str) -> list[Decision]:
@@ -210,11 +212,13 @@ class Control(Starting):
         return [Log(event.kind, event.text, {"node": self.agents[incarnation].node})]
 
     def _heartbeat(self, incarnation: str, event: m.Heartbeat, now: float) -> list[Decision]:
+        self.hang.heard({r: p for r, p in event.progress.items() if r in self.agents[incarnation].ranks})
         return [Send(incarnation, m.Alive())]
 
     def _step_done(self, incarnation: str, event: m.StepDone, now: float) -> list[Decision]:
         self.stepped = True  # the service records the rest
         self.newest_step = max(self.newest_step, event.record.step)
+        self.hang.step_done(event.record.seconds)
         return []
 
 
