@@ -274,6 +274,9 @@ class Recovery:
                 groups.made,
             )
         )
+        if groups.reasons:
+            told = "; ".join(f"{name}: {why}" for name, why in groups.reasons.items())
+            self._session.say(m.Note("groups-renewed", f"rank {self._session.rank}, without a lost member: {told}"))
 
     def settle(self) -> None:
         """The first step of a membership is done, so every rank has joined and large groups have connected."""
