@@ -129,7 +129,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Run a job to its end; returns its summary. A killed node comes back as the next spare."""
     os.environ["PYTHONPATH"] = str(ROOT)
-    show = launch.pop("show", None)
+    callbacks = {name: launch.pop(name) for name in ("show", "started") if name in launch}
     job = Launch(
         case.nodes,
         case.ranks_per_node,
@@ -141,7 +141,7 @@ def run_job(
         return_lost_nodes_after_s=launch.pop("return_lost_nodes_after_s", 0.0 if faults else None),
         **launch,
     )
-    code = asyncio.run(run(job, show) if show is not None else run(job))
+    code = asyncio.run(run(job, **callbacks))
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     assert code == summary["exit_code"]
     return summary

@@ -8,7 +8,9 @@ four each, chosen so that every phase is met on at least one other grid.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ import psutil
 import pytest
 from hot_swap_job import BY_TWO, EVERY, GRIDS, PHASES, Fault, GridCase, argv, events, run_job, schedule, steps, validation_losses
 
+from megatron.hotswap.cli.launch import VirtualNodes
 from megatron.hotswap.coordinator.service import Coordinator, Scheduled
 
 FULL = os.environ.get("DEADPOOL_FULL_MATRIX") == "1"
@@ -191,3 +194,45 @@ def test_without_the_flag_it_is_plain_megatron(tmp_path: Path, reference_of: Cal
     ours = [(step, loss["lm loss"], norm) for step, loss, norm, _ in reference_of("tp2-dp2").steps(0, 8)]
     assert ours == [(s.iteration, s.loss, s.grad_norm) for s in plain.last_rank]
     assert plain.hot_swap_modules == {"none"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and ip (Debian: iproute2)")
+def test_a_cable_is_pulled_and_put_back(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
+    """Pulled for less than a lease, nothing is lost and nothing happens but a wait. Pulled for good, the node is given up, and ends its
+    processes by itself (guarantee 2): nobody else can reach it. With the cable back in, it is a spare again."""
+    case = BY_TWO
+    pulled_s: list[float] = []
+    nodes: list[VirtualNodes] = []
+    ended_by_itself: list[str] = []
+
+    def show(coordinator: Coordinator) -> None:
+        networks, step = nodes[0].networks, coordinator.recorder.last_step
+        assert networks is not None
+        if step is not None and step.step >= 5 and not pulled_s:
+            networks.unplug("node1")
+            pulled_s.append(time.monotonic())
+        elif len(pulled_s) == 1 and time.monotonic() - pulled_s[0] > 1.5:
+            networks.plug("node1")
+            pulled_s.append(time.monotonic())
+        if "node1" in nodes[0].ended() and not ended_by_itself:
+            ended_by_itself.append("node1")
+            nodes[0].start("node1")  # its cable is put in for that
+
+    planned = [Scheduled("unplug", "node", 2, 12, "backward"), Scheduled("kill", "node", 0, 30, "forward")]
+    summary = run_job(
+        case,
+        tmp_path / "disturbed",
+        argv(case, 34, None),
+        spares=1,
+        faults=planned,
+        show=show,
+        started=lambda _, virtual: nodes.append(virtual),
+        separate_networks=True,
+        end_lost_nodes=False,
+        return_lost_nodes_after_s=None,
+    )
+    assert summary["exit_code"] == 0, summary["ended"]
+    assert [(r["kind"], r["nodes_lost"]) for r in summary["recoveries"]] == [("swap", ["node1"]), ("swap", ["node0"])]
+    assert "silent" in summary["recoveries"][0]["evidence"][0]
+    assert ended_by_itself and "was silent" in (tmp_path / "disturbed/logs/agent-node1.log").read_text()
+    assert steps(tmp_path / "disturbed") == reference_of("tp2-dp2").steps(0, 34)

@@ -1,5 +1,5 @@
 """Causing a fault on purpose: kill or freeze a node (one process group), an agent or a worker, at once or at a moment. What a worker
-causes itself (worker/faults.py) is only written down here."""
+causes itself (worker/faults.py) is only written down here; cables are the launcher's."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Struck(msgspec.Struct):
     node: str
 
 
-def strike(injection: Injection, run_dir: Path, agent_pid: int, worker_pid: int) -> None:
-    """Do it now. The time is written first, since nobody is left to write it afterwards: detection is measured from it."""
+def write_down(injection: Injection, run_dir: Path) -> None:
+    """That it strikes now: detection is measured from then."""
     line = {
         "t": time.time(),
         "node": injection.node,
@@ -37,6 +37,11 @@ def strike(injection: Injection, run_dir: Path, agent_pid: int, worker_pid: int)
     fd = os.open(run_dir / INJECTIONS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(fd, (json.dumps(line) + "\n").encode())
     os.close(fd)
+
+
+def strike(injection: Injection, run_dir: Path, agent_pid: int, worker_pid: int) -> None:
+    """Do it now; written down first, since nobody may be left to do so afterwards."""
+    write_down(injection, run_dir)
     if injection.action in WORKER_FAULTS:
         return
     number = signal.SIGKILL if injection.action == "kill" else signal.SIGSTOP

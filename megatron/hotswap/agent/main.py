@@ -385,6 +385,8 @@ class Agent:
             self._tell(self._workers[injection.worker], message)
 
     def _strike(self, injection: m.Injection) -> None:
+        if injection.action in m.CABLE_FAULTS:
+            return self._say(m.Note(injection.action, f"{injection.action} {self.place.node}, now"))
         strike(injection, self.config.run_dir, os.getpid(), self._workers[injection.worker].process.pid)
 
     # ---- the workers

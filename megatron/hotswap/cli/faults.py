@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from ..control.messages import PHASES, WORKER_FAULTS, Injection
+from ..control.messages import CABLE_FAULTS, PHASES, WORKER_FAULTS, Injection
 from ..coordinator.service import Scheduled
 from ..coordinator.wire import Status
 from ..errors import UsageError
@@ -22,8 +22,10 @@ def parse_target(action: str, target: str, at_step: int | None, phase: str | Non
         UsageError: states the form.
     """
     match = re.fullmatch(r"(node|agent):([^/:]+)|(worker):([^/:]+)/(\d+)", target)
-    if action not in (*_PROCESS_FAULTS, *WORKER_FAULTS):
+    if action not in (*_PROCESS_FAULTS, *CABLE_FAULTS, *WORKER_FAULTS):
         raise UsageError(f"--fault takes one of {', '.join(WORKER_FAULTS)} and worker:NAME/INDEX, got {action!r}")
+    if action in CABLE_FAULTS and (match is None or match[1] != "node"):
+        raise UsageError(f"--{action} takes node:NAME (such as node:node1), got {target!r}")
     if action in WORKER_FAULTS and (match is None or match[3] is None):
         raise UsageError(f"--fault {action} takes worker:NAME/INDEX (such as worker:node1/0), got {target!r}")
     if match is None:
@@ -43,12 +45,12 @@ def parse_scheduled(spec: str, world_size: int) -> Scheduled:
     Raises:
         UsageError: states the form.
     """
-    forms = f"({'|'.join(_PROCESS_FAULTS)}):(node|agent|worker)", f"({'|'.join(WORKER_FAULTS)}):(worker)"
+    forms = f"({'|'.join(_PROCESS_FAULTS)}):(node|agent|worker)", f"({'|'.join(WORKER_FAULTS)}):(worker)", "(unplug):(node)"
     matches = [re.fullmatch(form + r":(\d+):(\d+)(?::([\w-]+))?", spec) for form in forms]
-    match = matches[0] or matches[1]
+    match = next(filter(None, matches), None)
     if match is None:
         raise UsageError(
-            f"--inject takes {forms[0]}:RANK:STEP[:PHASE] or {forms[1]}:RANK:STEP[:PHASE], where RANK says whose node, "
+            f"--inject takes {', '.join(form + ':RANK:STEP[:PHASE]' for form in forms)}, where RANK says whose node, "
             f"agent or worker is struck (such as kill:node:2:14:backward or segv:worker:1:20), got {spec!r}"
         )
     action, scope, rank, step, phase = match[1], match[2], int(match[3]), int(match[4]), match[5] or "forward"
@@ -81,7 +83,7 @@ def check_against(status: Status, injection: Injection) -> None:
         UsageError: says why not.
     """
     known = sorted([*status.nodes, *status.spares])
-    if injection.node not in known:
+    if injection.node not in known and injection.action != "plug":  # a node that was given up may have its cable back
         raise UsageError(f"there is no node {injection.node!r} in the job now; it has {', '.join(known) or 'none yet'}")
     workers = max(map(len, status.nodes.values()), default=1)
     if injection.worker >= workers:

@@ -18,7 +18,9 @@ from pathlib import Path
 import msgspec
 
 from .. import config
+from ..agent.inject import write_down
 from ..agent.scratch import sweep
+from ..control.messages import Injection
 from ..control.state import ControlConfig, Phase
 from ..coordinator.service import Coordinator, Scheduled
 from ..environment import AgentEnvironment
@@ -28,6 +30,7 @@ from ..security import files as credentials
 from ..security.authority import issue, new_token
 from .checks import check_command, check_nodes, flags_added_here, grid_of
 from .durable import durable_of
+from .networks import NodeNetworks
 from .records import read_object
 
 JOB_FILE = "job.json"
@@ -61,6 +64,7 @@ class Launch:
     host: str = "127.0.0.1"
     port: int = 0
     return_lost_nodes_after_s: float | None = None
+    separate_networks: bool = False  # a network namespace for each node, so that its cable can be pulled
     end_lost_nodes: bool = True  # False leaves a frozen node's ghosts alone, as a cluster that cannot reach the node must
     faults: list[Scheduled] = field(default_factory=list)
 
@@ -73,7 +77,8 @@ class Launch:
 class VirtualNodes:
     """The process groups. Whatever happens, `end` leaves none."""
 
-    def __init__(self, launch: Launch, coordinator: str, run_id: str) -> None:
+    def __init__(self, launch: Launch, coordinator: str, run_id: str, networks: NodeNetworks | None = None) -> None:
+        self.networks = networks
         self._launch = launch
         self._place = (coordinator, run_id)
         self._processes: dict[str, list[subprocess.Popen[bytes]]] = {}
@@ -86,9 +91,10 @@ class VirtualNodes:
         launch = self._launch
         place = AgentEnvironment(*self._place, node=node, workers=launch.ranks_per_node)
         flags = ["--hot-swap", "--hot-swap-run-dir", str(launch.run_dir)]
+        within = [] if self.networks is None else self.networks.command(node)
         with open(self.log(node), "ab") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "megatron.hotswap", launch.script, *launch.argv, *flags],
+                [*within, sys.executable, "-m", "megatron.hotswap", launch.script, *launch.argv, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -162,22 +168,39 @@ async def run(
     control = prepare(launch)
     shown = credentials.read(launch.run_dir, "agent", control.run_id)
     await make_transport(config.parse(launch.argv), shown, launch.host).check()
+    networks = NodeNetworks() if launch.separate_networks else None
+    try:
+        return await _run(launch, control, networks, show, started)
+    finally:
+        if networks is not None:
+            networks.close()
+
+
+async def _run(
+    launch: Launch,
+    control: ControlConfig,
+    networks: NodeNetworks | None,
+    show: Callable[[Coordinator], None],
+    started: Callable[[ControlConfig, VirtualNodes], None],
+) -> int:
     coordinator = Coordinator(control, launch.run_dir, launch.faults)
-    address = await coordinator.start(launch.host, launch.port)
+    coordinator.cables = None if networks is None else asyncio.Queue()
+    address = await coordinator.start(launch.host if networks is None else networks.address, launch.port)
     _write_job_file(launch.run_dir, address, control)
-    nodes = VirtualNodes(launch, address, control.run_id)
+    nodes = VirtualNodes(launch, address, control.run_id, networks)
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
-    watcher = loop.create_task(_watch_lost(coordinator, nodes, launch))
+    watchers = [loop.create_task(w) for w in (_watch_lost(coordinator, nodes, launch), _watch_cables(coordinator, networks, launch))]
     try:
         for index in range(launch.nodes + launch.spares):
             nodes.start(f"node{index}")
         started(control, nodes)
         await _until_over(launch, coordinator, interrupted, nodes, show)
     finally:
-        watcher.cancel()
+        for watcher in watchers:
+            watcher.cancel()
         coordinator.end_job(_INTERRUPTED, "interrupted")  # nodes that are ended here are no losses
         if not interrupted.is_set():
             await nodes.wait()
@@ -299,6 +322,14 @@ async def _watch_lost(coordinator: Coordinator, nodes: VirtualNodes, launch: Lau
             nodes.kill(node)
         if launch.return_lost_nodes_after_s is not None:
             asyncio.get_running_loop().call_later(launch.return_lost_nodes_after_s, nodes.start, node)
+
+
+async def _watch_cables(coordinator: Coordinator, networks: NodeNetworks | None, launch: Launch) -> None:
+    """Cables are pulled and put back on this side of them."""
+    while networks is not None and coordinator.cables is not None:
+        action, node = await coordinator.cables.get()
+        write_down(Injection(action, "node", node), launch.run_dir)  # type: ignore[arg-type]
+        (networks.unplug if action == "unplug" else networks.plug)(node)
 
 
 def _write_job_file(run_dir: Path, address: str, control: ControlConfig) -> None:

@@ -52,6 +52,9 @@ def run(
             help="A fault to come, ACTION:SCOPE:RANK:STEP[:PHASE], as kill:node:2:14:backward or segv:worker:1:20.",
         ),
     ] = None,
+    separate_networks: Annotated[
+        bool, typer.Option("--separate-networks", help="Each node has a network namespace, whose cable can be pulled (root).")
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show all that the workers write, each line once.")
     ] = False,
@@ -62,6 +65,7 @@ def run(
 
     launch = Launch(nodes, ranks_per_node, spares, command[0], command[1:], run_dir, port=port)
     launch.return_lost_nodes_after_s = return_lost_nodes_after_s
+    launch.separate_networks = separate_networks
     raise typer.Exit(run_job(launch, RunOptions(inject or [], verbose, picture), Console()))
 
 
@@ -85,6 +89,8 @@ def inject(
             help=f"One of {', '.join(WORKER_FAULTS)}, in the training thread of worker:NAME/INDEX.",
         ),
     ] = None,
+    unplug: Annotated[str | None, typer.Option("--unplug", metavar="node:NAME", help="Pull its network cable.")] = None,
+    plug: Annotated[str | None, typer.Option("--plug", metavar="node:NAME", help="Put the cable back.")] = None,
     at_step: Annotated[
         int | None, typer.Option("--at-step", metavar="N", help="Strike in this step; default: at once.")
     ] = None,
@@ -96,10 +102,10 @@ def inject(
     from .client import call
     from .faults import check_against, parse_target
 
-    asked = [("kill", kill), ("freeze", freeze), fault or ("", None)]
+    asked = [("kill", kill), ("freeze", freeze), ("unplug", unplug), ("plug", plug), fault or ("", None)]
     wanted = [(action, target) for action, target in asked if target is not None]
     if len(wanted) != 1:
-        raise UsageError("give one of --kill TARGET, --freeze TARGET and --fault KIND TARGET, such as --kill node:node1")
+        raise UsageError("give one of --kill, --freeze, --unplug, --plug TARGET and --fault KIND TARGET, such as --kill node:node1")
     injection = parse_target(*wanted[0], at_step, phase)
     check_against(call(run_dir), injection)
     print(f"deadpool: {call(run_dir, injection).text}")

@@ -11,6 +11,8 @@ from .membership import Agent
 
 def arm(injection: m.Injection, agents: Iterable[Agent]) -> list[Decision]:
     """Have the node's agent cause the fault, at once or at its moment."""
+    if injection.action in m.CABLE_FAULTS and injection.at_step is None:  # the launcher does it, whoever is there
+        return [Log(injection.action, f"{injection.action} {injection.node}, now", {"node": injection.node})]
     agents = list(agents)
     on_node = [a for a in agents if a.node == injection.node]
     if not on_node:

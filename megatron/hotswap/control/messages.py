@@ -10,9 +10,11 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 6
+PROTOCOL = 7
 #: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
+#: Faults of the network between nodes, which the launcher causes: their node is cut off, and cannot be told of the end of it.
+CABLE_FAULTS = ("unplug", "plug")
 #: Faults that a worker's own training thread causes: an exception, a segmentation fault, memory that runs out, a sleep without end,
 #: one that keeps Python's lock, and a collective that fails as over a broken link. The agent causes the others.
 WORKER_FAULTS = ("exit", "segv", "oom", "hang", "spin", "fail-collective")
@@ -65,7 +67,7 @@ class DurableFile(msgspec.Struct, frozen=True):
 class Injection(msgspec.Struct, frozen=True):
     """A fault to cause: `deadpool inject`."""
 
-    action: Literal["kill", "freeze", "exit", "segv", "oom", "hang", "spin", "fail-collective"]
+    action: Literal["kill", "freeze", "exit", "segv", "oom", "hang", "spin", "fail-collective", "unplug", "plug"]
     scope: Literal["node", "agent", "worker"]
     node: str
     worker: int = 0

@@ -52,6 +52,7 @@ class Coordinator:
         self.lost_nodes: asyncio.Queue[str] = (
             asyncio.Queue()
         )  # for a launcher that can end a node's ghosts, or bring it back
+        self.cables: asyncio.Queue[tuple[str, str]] | None = None  # (unplug or plug, node), for a launcher that can do it
         self.ended = asyncio.Event()
         self.notices: list[Log] = []  # for whoever shows them
         self._faults = sorted(faults or [], key=lambda f: f.at_step)
@@ -205,6 +206,8 @@ class Coordinator:
                     self.recorder.rolled_back(decision.data["generation"])
                 elif decision.kind == "node-lost":
                     self.lost_nodes.put_nowait(decision.data["node"])
+                elif decision.kind in m.CABLE_FAULTS and self.cables is not None:
+                    self.cables.put_nowait((decision.kind, decision.data["node"]))
         if self.control.exit_code is not None:
             self.ended.set()
 
@@ -233,6 +236,8 @@ class Coordinator:
             self._refuse(f"a command cannot be read: {wrong}", f"a caller at {context.peer()}")
             return wire.Status(False, f"{wrong}; use the `deadpool` that started the job")
         text = ""
+        if command.injection is not None and command.injection.action in m.CABLE_FAULTS and self.cables is None:
+            return wire.Status(False, "the nodes of this job share one network: start it with --separate-networks to have cables to pull")
         if command.injection is not None:
             decisions = self.control.handle("", m.Inject(command.injection), time.monotonic())
             self._apply(decisions)

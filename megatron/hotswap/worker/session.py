@@ -26,6 +26,8 @@ from . import faults
 
 #: A wait in the engine is taken up again this often, so that a debugger or a signal gets a turn.
 _WAIT_SLICE_S = 1.0
+#: From a wish to pull the cable until it is pulled: the agent and the coordinator pass it on.
+_CABLE_S = 0.05
 
 
 class Session:
@@ -185,7 +187,9 @@ class Session:
         for injection in [i for i in self._armed if _due(i, phase, step)]:
             self._armed.remove(injection)
             self.say(local.Strike(injection))  # the agent writes down when, and strikes within milliseconds if it is for it to do
-            if injection.action not in m.WORKER_FAULTS:
+            if injection.action in m.CABLE_FAULTS:
+                time.sleep(_CABLE_S)  # the launcher is told by the agent and the coordinator
+            elif injection.action not in m.WORKER_FAULTS:
                 time.sleep(60.0)  # nothing must happen in between
             elif injection.action == "fail-collective":
                 self._next_collective_fails = True
