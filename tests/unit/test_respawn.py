@@ -1,8 +1,11 @@
 """A worker that dies and is started again, at its agent: what of its slots counts, and what must not happen in between."""
 
 import asyncio
+import ctypes
+import os
 import signal
 import subprocess
+import time
 from unittest import mock
 
 import pytest
@@ -12,6 +15,7 @@ from megatron.hotswap.agent.lives import Lives
 from megatron.hotswap.agent.local import FromWorker, Link, pair
 from megatron.hotswap.agent.worker_process import WorkerProcess
 from megatron.hotswap.control import messages as m
+from megatron.hotswap.processes import adopt_orphans
 from megatron.hotswap.snapshot.layout import HEADER_BYTES, Header
 from megatron.hotswap.snapshot.slots import Word
 
@@ -130,3 +134,54 @@ def test_one_process_has_ended_before_the_next_begins_and_its_end_is_no_loss(wor
     assert settled == [(True, True)]
     assert worker.process is not first and not worker.given
     assert lost == (["killed by SIGKILL"] if how is signal.SIGKILL else [])
+
+
+def start_parent(self):
+    """As start_sleeper, but it has forked, as trainers do for their data: its child holds the link open."""
+    self.given = self.said_goodbye = False
+    ours, theirs = pair()
+    self.link = Link(ours, FromWorker)
+    self.process = subprocess.Popen(
+        ["sh", "-c", "sleep 61 & echo $!; exec sleep 60"],
+        pass_fds=(theirs.fileno(),),
+        env={**os.environ, "DEADPOOL_WORKER": str(self.index)},
+        stdout=subprocess.PIPE,
+    )
+    self.child = int(self.process.stdout.readline())
+    theirs.close()
+
+
+@pytest.mark.parametrize("told_by_the_kernel", [True, False])
+def test_a_death_is_seen_at_once_although_a_child_holds_the_link_and_the_child_ends_too(tmp_path, monkeypatch, told_by_the_kernel):
+    if not told_by_the_kernel:  # before Linux 5.3
+        monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=OSError))
+    monkeypatch.setattr(WorkerProcess, "start", start_parent)
+    lost = []
+
+    async def test():
+        lives = Lives(lambda w, message: None, lambda w, evidence: lost.append((evidence, time.monotonic())), lambda: 60.0)
+        watching = asyncio.get_running_loop().create_task(lives.watch())
+        worker, neighbour = (WorkerProcess(index, ["script.py"], tmp_path / "log", {}, {}) for index in (0, 1))
+        lives.add(worker)
+        lives.add(neighbour)
+        child = worker.child
+        killed_s = time.monotonic()
+        worker.process.kill()
+        while not lost:
+            await asyncio.sleep(0.01)
+        took_s = lost[0][1] - killed_s
+        await lives.start_again(worker, mock.AsyncMock())
+        assert not os.path.exists(f"/proc/{child}"), "its child has outlived it"
+        assert os.path.exists(f"/proc/{neighbour.child}"), "its neighbour's has not"
+        watching.cancel()
+        lives.close()
+        assert not os.path.exists(f"/proc/{worker.child}") and not os.path.exists(f"/proc/{neighbour.child}")
+        return took_s
+
+    adopt_orphans()
+    try:
+        took_s = asyncio.run(asyncio.wait_for(test(), 30))
+    finally:
+        ctypes.CDLL(None).prctl(36, 0)
+    assert [evidence for evidence, _ in lost] == ["killed by SIGKILL"]
+    assert took_s < (0.2 if told_by_the_kernel else 2.0)

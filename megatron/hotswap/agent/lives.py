@@ -10,6 +10,7 @@ from typing import Any
 
 from ..control.messages import Progress
 from ..errors import Malformed
+from ..processes import end_orphans
 from ..snapshot.slots import Word
 from . import local
 from .worker_process import WorkerProcess
@@ -30,6 +31,7 @@ class Lives:
         lease_s: Callable[[], float],
     ) -> None:
         self.workers: list[WorkerProcess] = []
+        self._handles: dict[int, int] = {}  # worker -> descriptor that tells of its end
         self._heard = heard
         self._lost = lost
         self._lease_s = lease_s
@@ -53,6 +55,7 @@ class Lives:
             process.kill()
         while process.poll() is None:  # one that hangs in the kernel is not replaced: it may still write
             await asyncio.sleep(_END_CHECK_S)
+        self._end_orphans(worker)
         worker.link.sock.close()
         worker.take_stock()
         await settle(worker)
@@ -60,7 +63,8 @@ class Lives:
         self._listen(worker)
 
     async def watch(self) -> None:
-        """Look for workers that are stopped, for as long as the agent lives."""
+        """Look for workers that are stopped, for as long as the agent lives; and for those that have ended, where the kernel does not
+        tell."""
         loop = asyncio.get_running_loop()
         stopped_since: dict[int, float] = {}
         while True:
@@ -69,6 +73,8 @@ class Lives:
                 how = worker.ended()
                 if how is None or not how.startswith("stopped"):
                     stopped_since.pop(worker.index, None)
+                    if how is not None and not worker.said_goodbye:
+                        self._exited(worker)
                 elif loop.time() - stopped_since.setdefault(worker.index, loop.time()) > self._lease_s():
                     self._lose(worker, f"{how} for longer than the lease of {self._lease_s()} s")
 
@@ -82,31 +88,54 @@ class Lives:
         for worker in self.workers:
             self._deaf(worker)
             worker.kill()
+            self._end_orphans(worker)
 
     def _listen(self, worker: WorkerProcess) -> None:
         worker.link.sock.setblocking(False)
-        asyncio.get_running_loop().add_reader(worker.link.sock, self._receive, worker)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(worker.link.sock, self._receive, worker)
+        # The link alone does not tell of its end: processes that it has forked hold it open.
+        with contextlib.suppress(OSError):  # a kernel before 5.3: `watch` finds it
+            handle = self._handles[worker.index] = os.pidfd_open(worker.process.pid)
+            loop.add_reader(handle, self._exited, worker)
 
     def _deaf(self, worker: WorkerProcess) -> None:
         if worker.link.sock.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(worker.link.sock)
+        handle = self._handles.pop(worker.index, None)
+        if handle is not None:
+            asyncio.get_running_loop().remove_reader(handle)
+            os.close(handle)
 
-    def _receive(self, worker: WorkerProcess) -> None:
+    def _exited(self, worker: WorkerProcess) -> None:
+        """It has ended; what it said before is heard first, its goodbye perhaps."""
+        process = worker.process
+        while not worker.said_goodbye and worker.link.sock.fileno() >= 0 and self._receive(worker):
+            pass
+        self._deaf(worker)
+        self._link_closed(worker, process)
+
+    def _end_orphans(self, worker: WorkerProcess) -> None:
+        end_orphans(f"DEADPOOL_WORKER={worker.index}", {w.process.pid for w in self.workers})
+
+    def _receive(self, worker: WorkerProcess) -> bool:
+        """Hear one message; whether there was one."""
         try:
             message, fds = worker.link.receive()
         except BlockingIOError:
-            return
+            return False
         except (EOFError, OSError):
             self._deaf(worker)
             self._link_closed(worker, worker.process)
-            return
+            return False
         except Malformed as noise:
             self._deaf(worker)
             self._lose(worker, f"it told its agent what is no message: {noise}")
-            return
+            return False
         for fd in fds:  # a worker has none to give
             os.close(fd)
         self._heard(worker, message)
+        return True
 
     def _link_closed(self, worker: WorkerProcess, process: object) -> None:
         """The process is ending: find out how, as soon as the kernel knows."""

@@ -24,6 +24,7 @@ from ..control import messages as m
 from ..control.lease import COORDINATOR_LEASES, Listener
 from ..coordinator import wire
 from ..errors import Fenced, HotSwapError, Malformed, SnapshotMismatch, UsageError
+from ..processes import adopt_orphans
 from ..replication.transfer import ReplicaStore
 from ..replication.transports import make_transport, protection
 from ..security import files as credentials
@@ -487,6 +488,7 @@ def _address_towards(coordinator: str) -> str:
 def run_agent(config: HotSwapConfig, command: Sequence[str], worker_env: dict[str, str]) -> int:
     """Be the agent of this node until the job is over; returns the exit code."""
     place = environment.agent()
+    adopt_orphans()
     Path(config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
     try:
         shown = credentials.read(config.run_dir, "agent", place.run_id)
