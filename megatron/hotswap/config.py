@@ -42,6 +42,8 @@ class HotSwapConfig:
     encrypt: bool
     rebuild: str  # selective or all
     check_groups: str  # no or yes
+    metrics_port: int  # 0: none are served
+    metrics_address: str
 
     def __post_init__(self) -> None:
         positive = ("lease_s", "heartbeat_interval_s", "halt_timeout_s", "resume_timeout_s", "collective_timeout_s", "respawn_timeout_s")
@@ -52,6 +54,8 @@ class HotSwapConfig:
         for name in ("replicas", "interval", "keep_durable"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.metrics_port < 1 << 16:
+            raise UsageError(f"--hot-swap-metrics-port must be a port, 1 to 65535, or 0 for no metrics, got {self.metrics_port}")
         if self.encrypt and self.transport != "tcp":
             raise UsageError(
                 f"--hot-swap-encrypt encrypts what moves over --hot-swap-transport tcp; this job has {self.transport}, whose library makes "
@@ -214,6 +218,23 @@ _SNAPSHOTS = (
         choices=("no", "yes"),
     ),
 )
+_WATCHING = (
+    _Flag(
+        "metrics-port",
+        int,
+        0,
+        "PORT",
+        "serve Prometheus metrics, read-only: the coordinator at PORT, each agent at any free port; RUN_DIR/metrics/*.json says which, as "
+        "Prometheus reads it (file_sd_configs). 0: none (default: %(default)s)",
+    ),
+    _Flag(
+        "metrics-address",
+        str,
+        "127.0.0.1",
+        "ADDRESS",
+        "where metrics are served; whoever reaches it may read them, without a password (default: %(default)s)",
+    ),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -233,7 +254,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="encrypt snapshots on their way between nodes (transport tcp), with TLS 1.3; docs/security.md says what that costs. "
         "Control traffic is encrypted always",
     )
-    for flag in (*_DEADLINES, *_SNAPSHOTS):
+    for flag in (*_DEADLINES, *_SNAPSHOTS, *_WATCHING):
         group.add_argument(
             f"--hot-swap-{flag.name}", type=flag.kind, default=flag.default, metavar=flag.metavar, help=flag.help, choices=flag.choices
         )

@@ -30,6 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "security": {"errors"},
     "environment": {"errors"},
     "processes": set(),
+    "metrics": {"errors"},
     "topology/grid": {"errors"},
     "snapshot/layout": {"errors"},
     "replication/placement": {"errors", "topology/grid"},
@@ -49,7 +50,7 @@ LAYERS: dict[str, set[str]] = {
     "topology/process_group": {"errors", "topology/rendezvous"},
     "topology/rebind": {"errors"},
     "topology/groups": {"errors", "topology"},
-    "coordinator": {"codec", "control", "errors", "security", "agent/inject"},
+    "coordinator": {"codec", "control", "errors", "metrics", "security", "agent/inject"},
     "agent/local": {"codec", "control", "errors", "snapshot/slots"},
     "agent/inject": {"control"},
     "agent/scratch": set(),
@@ -62,6 +63,7 @@ LAYERS: dict[str, set[str]] = {
         "coordinator/wire",
         "environment",
         "errors",
+        "metrics",
         "processes",
         "replication",
         "security",
@@ -96,6 +98,7 @@ LAYERS: dict[str, set[str]] = {
         "coordinator",
         "environment",
         "errors",
+        "metrics",
         "topology/grid",
         "agent/inject",
         "agent/scratch",
@@ -150,6 +153,8 @@ FLAGS = {
     "--hot-swap-interface",
     "--hot-swap-transport",
     "--hot-swap-encrypt",
+    "--hot-swap-metrics-port",
+    "--hot-swap-metrics-address",
 }
 
 

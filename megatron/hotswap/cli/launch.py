@@ -25,6 +25,7 @@ from ..control.state import ControlConfig, Phase
 from ..coordinator.service import Coordinator, Scheduled
 from ..environment import AgentEnvironment
 from ..errors import UsageError
+from ..metrics import FOLDER as METRICS
 from ..replication.transports import make_transport
 from ..security import files as credentials
 from ..security.authority import issue, new_token
@@ -187,6 +188,9 @@ async def _run(
     coordinator.cables = None if networks is None else asyncio.Queue()
     address = await coordinator.start(launch.host if networks is None else networks.address, launch.port)
     _write_job_file(launch.run_dir, address, control)
+    flags = config.parse(launch.argv)
+    if flags.metrics_port:
+        await coordinator.serve_metrics(flags.metrics_address, flags.metrics_port, address.rsplit(":", 1)[0])
     nodes = VirtualNodes(launch, address, control.run_id, networks)
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
@@ -257,7 +261,7 @@ def _empty_run_dir(run_dir: Path) -> None:
         )
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        for path in [*(run_dir / name for name in _RUN_FILES), *(run_dir / "logs").glob("*.log")]:
+        for path in [*(run_dir / name for name in _RUN_FILES), *(run_dir / "logs").glob("*.log"), *(run_dir / METRICS).glob("*.json")]:
             path.unlink(missing_ok=True)
     except OSError as failure:
         raise UsageError(f"--run-dir {run_dir} cannot be written: {failure}; give a directory of your own") from failure

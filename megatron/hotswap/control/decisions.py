@@ -16,6 +16,18 @@ class Send:
     message: m.FromCoordinator
 
 
+#: Every kind of line that events.jsonl can have; docs/watching.md says what each means, and tests compare. Notes of agents are lines too.
+EVENT_KINDS = frozenset(
+    (
+        *("assign", "copy-damaged", "durable", "durable-refused", "end", "error", "generation-skipped", "groups-renewed", "ignored"),
+        *("inject", "inject-refused", "joined", "joined-as-rank", "last-rung", "loading", "metrics", "metrics-refused", "no-spare"),
+        *("node-lost", "not-removed", "peers-differ", "placement", "plan", "push-failed", "recovered", "recovery", "refused"),
+        *("replication", "respawned", "resumed", "save", "save-failed", "save-refused", "skipped", "spare", "start", "waiting"),
+        *("worker-lost", "write-failed"),
+    )
+)
+
+
 @dataclass(frozen=True)
 class Log:
     """Decision: a line for events.jsonl, with the reason and the evidence."""

@@ -58,6 +58,11 @@ class HangDetector:
                 self._still_s = 0.0
             self._progress[rank] = now
 
+    @property
+    def progress(self) -> Mapping[int, Progress]:
+        """How far each rank was when it was last heard, in this membership."""
+        return self._progress
+
     def look(self, ranks: int, now: float) -> str:
         """The evidence of a hang; empty while there is none. Call once a tick, while training."""
         elapsed, self._looked_s = (0.0 if self._looked_s is None else now - self._looked_s), now

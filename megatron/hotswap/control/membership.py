@@ -53,6 +53,11 @@ class Agent:
         """Whether it holds no rank."""
         return all(rank is None for rank in self.ranks)
 
+    @property
+    def state(self) -> str:
+        """What it does, in a word: holds ranks ("active"), is a warm "spare", or is "starting"."""
+        return ("spare" if self.warm else "starting") if self.spare else "active"
+
     def start_again(self, worker: int, due_s: float) -> int | None:
         """The worker's process is gone, and another must be warm by then; returns the rank that it has, if any."""
         self.ready.discard(worker)

@@ -37,13 +37,16 @@ class Saves(Job):
 
     def _save_wanted(self, incarnation: str, event: m.SaveWanted, now: float) -> list[Decision]:
         if self.config.durable is None:
-            return [Log("save-refused", "the job was started without --save, so there is nowhere to write")]
+            return [Log("save-refused", "the job was started without --save, so there is nowhere to write", {"phase": self.phase.value})]
         if self.finished:
-            return [Log("save-refused", "training is done; Megatron has saved, or saves now, by its own flags")]
+            text = "training is done; Megatron has saved, or saves now, by its own flags"
+            return [Log("save-refused", text, {"phase": self.phase.value, "finished": sorted(self.finished)})]
         if self.saving is not None or self.save_wanted:
-            return [Log("save", "a generation is being written already")]
+            generation = None if self.saving is None else self.saving.generation
+            return [Log("save", "a generation is being written already", {"phase": self.phase.value, "generation": generation})]
         self.save_wanted, self.save_text = True, ""
-        return self._save_if_wanted(now) or [Log("save", f"the job is {self.phase.value}: a generation is written as soon as it trains")]
+        text = f"the job is {self.phase.value}: a generation is written as soon as it trains"
+        return self._save_if_wanted(now) or [Log("save", text, {"phase": self.phase.value})]
 
     def _save_if_wanted(self, now: float) -> list[Decision]:
         if not self.save_wanted or self.saving is not None or self.phase is not Phase.TRAINING or self.finished:
@@ -68,7 +71,9 @@ class Saves(Job):
             return []
         self.saving = Saving(ending)
         self.deadline_s = None  # whose worker is stuck does not matter any more
-        log = Log("last-rung", f"{ending.reason}; the newest generation is written to {self.config.durable.root}")
+        evidence = self.recovery.evidence if self.recovery is not None else []
+        text = f"{ending.reason}; the newest generation is written to {self.config.durable.root}"
+        log = Log("last-rung", text, {"code": ending.code, "evidence": evidence})
         return [log, *self._take_stock(now)]
 
     def _take_stock(self, now: float) -> list[Decision]:
@@ -227,7 +232,8 @@ class Saves(Job):
         if saving.ending is not None:
             return self._take_stock(now)
         self.saving = None  # still wanted
-        return [Log("save", f"generation {saving.generation} is not written now; another one is, once the job trains again")]
+        text = f"generation {saving.generation} is not written now; another one is, once the job trains again"
+        return [Log("save", text, {"phase": self.phase.value, "generation": saving.generation})]
 
     def _saving_void(self, generation: int) -> list[Decision]:
         """A generation that some rank has skipped will not come."""
@@ -240,4 +246,5 @@ class Saves(Job):
         if not wanted or self._vacant():
             return []
         self.saving = None
-        return [Log("save", "a spare has come: the job goes on, and what was being written is not needed")]
+        text = "a spare has come: the job goes on, and what was being written is not needed"
+        return [Log("save", text, {"phase": self.phase.value, "version": self.version})]

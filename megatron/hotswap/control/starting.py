@@ -44,7 +44,7 @@ class Starting(Recovering):
             if said == self.said_waiting:
                 return []
             self.said_waiting = said
-            return [Log("waiting", said)]
+            return [Log("waiting", said, {"ready": [agent.node for agent in warm]})]
         self.gathered_s = now if self.gathered_s is None else self.gathered_s
         if len(warm) < self.config.nodes + self.config.spares and now - self.gathered_s < self.config.settle_s:
             return []
@@ -69,7 +69,8 @@ class Starting(Recovering):
             ranks.setdefault(member.incarnation, {})[member.worker] = rank
         root = self.config.durable.root
         text = f"generation {source.generation} of run {source.run_id} is read from {root}/{source.folder}"
-        return [*(Send(i, m.Load(self.version, root, source.folder, held)) for i, held in ranks.items()), Log("loading", text)]
+        log = Log("loading", text, {"generation": source.generation, "run": source.run_id, "folder": source.folder})
+        return [*(Send(i, m.Load(self.version, root, source.folder, held)) for i, held in ranks.items()), log]
 
     def _loaded(self, incarnation: str, event: m.Loaded, now: float) -> list[Decision]:
         loading, durable = self.loading, self.config.durable
@@ -113,7 +114,7 @@ class Starting(Recovering):
                 agent.ranks = [None] * agent.join.workers
                 out.append(Send(incarnation, m.Load(self.version, root, folder, {})))
         self.loading = None
-        return [*out, Log("waiting", why)]
+        return [*out, Log("waiting", why, {"folder": folder, "here": [agent.node for agent in self.agents.values()]})]
 
     def _go_on_loading(self, now: float) -> list[Decision]:
         """Call at every tick."""
@@ -126,7 +127,7 @@ class Starting(Recovering):
             return []
         self.loading.said_s = now
         slow = [self.agents[i].node for i in members if i not in self.loading.loaded]
-        return [Log("waiting", f"{slow} still read generation {self.loading.source.generation}")]
+        return [Log("waiting", f"{slow} still read generation {self.loading.source.generation}", {"waited_for": slow})]
 
     def _start(self, membership: m.Membership, generation: int | None) -> list[Decision]:
         self.membership, self.loading = membership, None

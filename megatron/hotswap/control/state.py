@@ -94,7 +94,7 @@ class Control(Starting):
     def _ready(self, incarnation: str, event: m.WorkerReady, now: float) -> list[Decision]:
         agent = self.agents[incarnation]
         if not 0 <= event.worker < agent.join.workers:
-            return [Log("ignored", f"node {agent.node} has {agent.join.workers} workers, there is no worker {event.worker}")]
+            return [Log("ignored", f"node {agent.node} has {agent.join.workers} workers, there is no worker {event.worker}", {"agent": incarnation})]
         agent.ready.add(event.worker)
         agent.stores[event.worker] = event.store
         was_down = agent.due_s.pop(event.worker, None) is not None
@@ -112,7 +112,7 @@ class Control(Starting):
             return []
         commit: list[Decision] = [Send(i, m.Commit(event.generation)) for i in self._member_agents()]
         differ = self.commits.difference(event.generation)
-        return [*commit, Log("peers-differ", differ), *(Send(i, m.SendWhole(differ)) for i in self.agents)] if differ else commit
+        return [*commit, Log("peers-differ", differ, {"generation": event.generation}), *(Send(i, m.SendWhole(differ)) for i in self.agents)] if differ else commit
 
     def _skipped(self, incarnation: str, event: m.Skipped, now: float) -> list[Decision]:
         """One rank's skip makes the generation void for all: else those who took it would wait for a commit that never comes."""

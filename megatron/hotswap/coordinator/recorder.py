@@ -19,6 +19,8 @@ from ..control.state import Log
 
 #: A normal step's time is the median of this many last ones.
 _NORMAL_STEPS = 50
+#: How many lost nodes `deadpool status` can name.
+_LOST = 20
 #: The copy times in the summary are medians of this many last generations.
 _COPIES = 1000
 
@@ -39,6 +41,8 @@ class Recorder:
         self.run_dir = run_dir
         self.last_step: StepRecord | None = None
         self.recoveries: list[dict[str, Any]] = []
+        self.lost: deque[tuple[float, str, str]] = deque(maxlen=_LOST)  # (when, node, why)
+        self.nodes_lost = 0
         self._waiting: dict[int, tuple[StepRecord, float]] = {}  # with the time of its arrival
         self._recent_s: deque[float] = deque(maxlen=_NORMAL_STEPS)
         self._copying: dict[int, _Copy] = {}  # generations that are not committed yet
@@ -99,12 +103,15 @@ class Recorder:
 
     def event(self, log: Log) -> None:
         """A decision, with its reason and evidence."""
-        data = dict(log.data)
+        data, now = dict(log.data), time.time()
+        if log.kind == "node-lost":
+            self.nodes_lost += 1
+            self.lost.append((now, data["node"], log.reason))
         self._skipped += log.kind == "generation-skipped"
         if log.kind == "recovered":
-            data["recovery"] = self._recovery(data["recovery"])
+            data["recovery"] = {**self._recovery(data["recovery"]), "t": now}
             self.recoveries.append(data["recovery"])
-        self._events.write(json.dumps({"t": time.time(), "kind": log.kind, "reason": log.reason, **data}) + "\n")
+        self._events.write(json.dumps({"t": now, "kind": log.kind, "reason": log.reason, **data}) + "\n")
 
     def _recovery(self, line: dict[str, Any]) -> dict[str, Any]:
         """The core's time line, in the units of the summary, counted from the fault where its time is known."""

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -18,6 +18,10 @@ from ..errors import Malformed, UsageError
 from ..security import files as credentials
 from . import wire
 from .recorder import Recorder
+from .status import status_of
+
+if TYPE_CHECKING:
+    from .metrics import Metrics
 
 _TICK_S = 0.05
 #: Far beyond any time that a process waits for its turn; deadlines must go on if gRPC itself fails.
@@ -58,6 +62,8 @@ class Coordinator:
         self._faults = sorted(faults or [], key=lambda f: f.at_step)
         self._callers: dict[str, _Caller] = {}
         self._shown = credentials.read(run_dir, "coordinator", config.run_id)
+        self._metrics: Metrics | None = None
+        self._metrics_at = ""
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
 
@@ -89,6 +95,16 @@ class Coordinator:
         self._ticker = asyncio.get_running_loop().create_task(self._tick(f"{host}:{bound}"))
         return f"{host}:{bound}"
 
+    async def serve_metrics(self, address: str, port: int, host: str) -> None:
+        """For Prometheus, at address:port; `host` is this machine's name for others. Where they are, or why they are not served, goes
+        into events.jsonl: a job does not end for want of numbers."""
+        from .metrics import Metrics  # a job that serves none does not import the library
+
+        self._metrics = Metrics(self.control, self.recorder)
+        said = await asyncio.get_running_loop().run_in_executor(None, self._metrics.serve, address, port, host)
+        self._metrics_at = said.data.get("target", "")
+        self._apply([said])
+
     async def stop(self) -> None:
         """Give the agents a moment to hear that the job is over, then close, and write what is left to write."""
         if self._ticker is not None:
@@ -98,6 +114,8 @@ class Coordinator:
             await asyncio.sleep(0.02)
         if self._server is not None:
             await self._server.stop(0.2)
+        if self._metrics is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._metrics.close)
         code = self.control.exit_code
         self.recorder.close(130 if code is None else code, self.control.exit_reason or "interrupted")
 
@@ -166,6 +184,8 @@ class Coordinator:
                     break
                 if isinstance(message, m.StepDone) and message.record.version == self.control.version:
                     self.recorder.step(message.record)
+                    if self._metrics is not None:
+                        self._metrics.step(message.record)
                     self._arm_due(message.record.step)
                 elif isinstance(message, m.Acknowledged):
                     self.recorder.copied(message)
@@ -201,6 +221,8 @@ class Coordinator:
                     self.recorder.rolled_back(decision.message.generation)
             else:
                 self.recorder.event(decision)
+                if self._metrics is not None:
+                    self._metrics.event(decision)
                 self.notices.append(decision)
                 if decision.kind == "durable" and self.control.exit_code is not None:  # what came after it is not there any more
                     self.recorder.rolled_back(decision.data["generation"])
@@ -250,28 +272,4 @@ class Coordinator:
             text = "; ".join(d.reason for d in decisions if isinstance(d, Log))
             if any(isinstance(d, Log) and d.kind == "save-refused" for d in decisions):
                 return wire.Status(False, text)
-        return self._status(text)
-
-    def _status(self, text: str) -> wire.Status:
-        control, last = self.control, self.recorder.last_step
-        nodes: dict[str, list[int]] = {}
-        spares = []
-        for agent in control.agents.values():
-            ranks = [r for r in agent.ranks if r is not None]
-            if ranks:
-                nodes[agent.node] = ranks
-            elif agent.warm:
-                spares.append(agent.node)
-        return wire.Status(
-            True,
-            text,
-            control.phase.value,
-            control.version,
-            control.committed,
-            last.step if last else 0,
-            nodes,
-            sorted(spares),
-            control.durable_generation,
-            control.save_wanted or control.saving is not None,
-            control.save_text,
-        )
+        return status_of(self.control, self.recorder, time.monotonic(), text, command.detail, self._metrics_at)

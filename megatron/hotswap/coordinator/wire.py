@@ -21,6 +21,8 @@ SERVICE = "deadpool.Coordinator"
 AGENT_STREAM = "Agent"
 COMMAND = "Command"
 MESSAGE_BYTES_MAX = 4 << 20
+#: Of Status. A field that is added leaves it as it is; one that is taken away or changes its meaning does not.
+STATUS_SCHEMA = 1
 
 OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -37,10 +39,53 @@ class Command(msgspec.Struct, frozen=True):
 
     injection: m.Injection | None = None
     save: bool = False  # write a durable generation
+    detail: bool = False  # the lists of the status too
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """Where a rank is and how far. `step` and `phase` are those that it was in at its agent's last heartbeat; empty before the first."""
+
+    rank: int
+    node: str
+    worker: int
+    step: int | None
+    phase: str
+    holders: list[str]  # nodes that hold its replicas
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """A node that is here."""
+
+    node: str
+    state: str  # active, spare or starting
+    heard_s: float  # since it was last heard
+
+
+class LostStatus(msgspec.Struct, frozen=True):
+    """A node that was given up."""
+
+    t: float  # seconds since 1970
+    node: str
+    reason: str
+
+
+class RecoveryStatus(msgspec.Struct, frozen=True):
+    """A complete recovery, as summary.json has it."""
+
+    t: float  # when it was complete, seconds since 1970
+    kind: str  # reset, respawn or swap
+    nodes_lost: list[str]
+    ranks_respawned: list[int]
+    reasons: list[str]
+    generation: int
+    steps_rerun: int
+    total_s: float
+    phases: dict[str, float]
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The answer."""
+    """The answer; docs/watching.md documents it, since `deadpool status --json` prints it. What is long is bounded (status.py), and
+    only there where `Command.detail` asks for it."""
 
     ok: bool
     text: str
@@ -53,6 +98,20 @@ class Status(msgspec.Struct, frozen=True):
     durable: int = -1  # newest generation that is whole on disk
     saving: bool = False  # whether one is being written, or is to be
     save_text: str = ""  # how the last one went
+    schema: int = STATUS_SCHEMA
+    run_id: str = ""
+    world_size: int = 0
+    step_s: float | None = None  # of the last completed step
+    exposed_stall_s: float | None = None
+    generation_lag: int | None = None  # completed steps after the committed generation
+    generations_skipped: int = 0
+    recoveries_total: int = 0
+    nodes_lost_total: int = 0
+    metrics: str = ""  # host:port of the coordinator's, if they are served
+    ranks: list[RankStatus] = []
+    agents: list[NodeStatus] = []
+    lost: list[LostStatus] = []  # the last ones
+    recoveries: list[RecoveryStatus] = []  # the last ones
 
 
 class _OldJoin(msgspec.Struct):
