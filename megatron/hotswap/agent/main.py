@@ -38,6 +38,7 @@ from .inject import strike
 from .lives import Lives
 from .replicator import Replicator, free_slot, own_slot_of
 from .scratch import Scratch
+from .watched import Watched
 from .worker_process import WorkerProcess
 
 
@@ -78,6 +79,7 @@ class Agent:
             self._do,
         )
         self._replicator.on_sealed = self._durable.sealed
+        self._watched = Watched(config, place, self.incarnation, self._interface)
         self._tasks: set[asyncio.Task[None]] = set()  # that nobody waits for
         self._membership: m.Membership | None = None
         self._recovery: asyncio.Task[None] | None = None
@@ -112,6 +114,9 @@ class Agent:
             )
         )
         self._heard_s = loop.time()
+        if (told := await self._watched.serve(self._workers, self._replicas, self._replicator, lambda: self._heard_s)) is not None:
+            print(f"agent {self.incarnation}: {told.text}", file=sys.stderr, flush=True)
+            self._say(told)
         tasks = [loop.create_task(self._guard(t)) for t in (self._talk(), self._beat(), self._lives.watch())]
         try:
             return await self._exit
@@ -121,6 +126,7 @@ class Agent:
             faulthandler.cancel_dump_traceback_later()
             self._replicator.close()
             self._lives.close()
+            self._watched.close()
             await self._transport.close()
 
     def _start_worker(self, index: int) -> None:
@@ -172,6 +178,7 @@ class Agent:
     # ---- the coordinator
 
     def _say(self, message: m.FromAgent) -> None:
+        self._watched.said(message)
         self._outbox.put_nowait(message)
 
     async def _talk(self) -> None:
@@ -423,7 +430,7 @@ class Agent:
                 self._tell(worker, local.SlotsGiven(worker.slots.slot_bytes, OWN_SLOTS), (worker.slots.fd,))
                 self._replicate_first(worker)
             else:
-                self._tell(worker, local.NoSlots(_another_layout(worker)))
+                self._tell(worker, local.NoSlots(own_snapshot.another_layout(worker)))
             return
         try:
             # Every agent holds as many replicas as it has ranks, times R; a refusal must come before training starts.
@@ -463,18 +470,6 @@ class Agent:
                 self._tell(worker, m.Arm(msgspec.structs.replace(injection, at_step=None, phase=None)))
             else:
                 asyncio.get_running_loop().call_later(0.0005, self._strike, injection)
-
-
-def _another_layout(worker: WorkerProcess) -> str:
-    if worker.begins_from is not None:
-        return (
-            f"the durable generation {worker.begins_from} has another layout for rank {worker.rank} than the model built here: it was "
-            "written by another model or optimizer; give the flags that it was written with, or move it away (the log says where it lies)"
-        )
-    return (
-        f"the snapshot fetched for rank {worker.rank} has another layout than the model built here: the nodes do not run the same "
-        "program; install the same versions and give the same flags everywhere"
-    )
 
 
 def _address_towards(coordinator: str) -> str:

@@ -61,3 +61,16 @@ def complete(worker: WorkerProcess, run_id: str) -> tuple[int, ...]:
             header.require(run_id=run_id, rank=worker.rank, generation=generation, layout_hash=worker.layout_hash)
             found.append(generation)
     return tuple(sorted(found))
+
+
+def another_layout(worker: WorkerProcess) -> str:
+    """What is in the slots is not what the model built here would put there, in words."""
+    if worker.begins_from is not None:
+        return (
+            f"the durable generation {worker.begins_from} has another layout for rank {worker.rank} than the model built here: it was "
+            "written by another model or optimizer; give the flags that it was written with, or move it away (the log says where it lies)"
+        )
+    return (
+        f"the snapshot fetched for rank {worker.rank} has another layout than the model built here: the nodes do not run the same "
+        "program; install the same versions and give the same flags everywhere"
+    )

@@ -39,6 +39,15 @@ class _Push(NamedTuple):
     task: asyncio.Task[None]
 
 
+class Moved(NamedTuple):
+    """What one snapshot of a rank took on its way: device to host (nothing, if it was there already), then to the holders."""
+
+    d2h_s: float | None
+    d2h_bytes: int
+    h2h_s: float
+    h2h_bytes: int
+
+
 class Replicator:
     """One per agent. `before_push(worker, generation)` is called when the first byte is about to leave, for faults on purpose."""
 
@@ -62,6 +71,7 @@ class Replicator:
         self._seals: dict[asyncio.Task[None], _Push] = {}
         self._replicated: dict[int, set[tuple[int, str]]] = {}  # rank -> (generation, incarnation of a holder that has it)
         self.on_sealed: Callable[[int, int], None] = lambda rank, generation: None  # an own snapshot is complete, and has its header
+        self.on_moved: Callable[[Moved], None] = lambda moved: None  # all holders have it
         self.whole = False  # send payloads even to holders that should have them: they were seen to differ
 
     # ---- out
@@ -127,7 +137,7 @@ class Replicator:
 
     async def _replicate(self, worker: WorkerProcess, membership: m.Membership, outgoing: Outgoing) -> None:
         loop = asyncio.get_running_loop()
-        begun, generation = loop.time(), outgoing.generation
+        begun, generation, copies = loop.time(), outgoing.generation, outgoing.promised is None
         copied = loop.create_task(self._copied_at(worker, generation))
         try:
             self._before_push(worker, generation)
@@ -135,12 +145,14 @@ class Replicator:
             if peers:
                 await own_snapshot.seal(worker, outgoing)
                 goes, payload_crc = await self._envelope(worker, outgoing, peers)
-            await asyncio.gather(*(self._push(worker, goes, holder) for holder in membership.holders_of(outgoing.rank)))
+            sent = await asyncio.gather(*(self._push(worker, goes, holder) for holder in membership.holders_of(outgoing.rank)))
             await own_snapshot.seal(worker, outgoing)
             self.on_sealed(outgoing.rank, generation)
             worker.control.set(Word.ACKNOWLEDGED, generation + 1)
             d2h_s = (await copied) - begun
             h2h_s = loop.time() - begun - d2h_s
+            copied_bytes = outgoing.metadata_bytes + outgoing.payload_bytes if copies else 0
+            self.on_moved(Moved(d2h_s if copies else None, copied_bytes, max(0.0, h2h_s), sum(sent)))
             self._say(m.Acknowledged(outgoing.rank, generation, membership.version, d2h_s, h2h_s, payload_crc, peers))
         finally:
             copied.cancel()
@@ -150,12 +162,12 @@ class Replicator:
             await asyncio.sleep(_COPY_POLL_S)
         return asyncio.get_running_loop().time()
 
-    async def _push(self, worker: WorkerProcess, outgoing: Outgoing, holder: m.Member) -> None:
-        """Until the holder has it."""
+    async def _push(self, worker: WorkerProcess, outgoing: Outgoing, holder: m.Member) -> int:
+        """Until the holder has it; returns the bytes that it has taken for it."""
         rank, generation = outgoing.rank, outgoing.generation
         known = self._replicated.setdefault(rank, set())
         if (generation, holder.incarnation) in known:
-            return
+            return 0
         failures = 0
         while True:
             try:
@@ -174,6 +186,7 @@ class Replicator:
                     outgoing = own_snapshot.on_its_way(worker, self._run_id, generation, outgoing.version, outgoing.keep)
         known.difference_update([entry for entry in known if entry[0] not in worker.generations.values()])
         known.add((generation, holder.incarnation))
+        return outgoing.metadata_bytes + outgoing.payload_bytes
 
     # ---- payloads that the holders have themselves
 

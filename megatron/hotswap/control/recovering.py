@@ -267,7 +267,8 @@ class Recovering(Saves):
         resume = m.Resume(self.membership, choice.generation, self._store(), sources, choice.redo_sections, replaced)
         self.newest_step = choice.generation
         data = {"version": self.version, "generation": choice.generation, "fetch": sorted(sources), "holders": holders}
-        logs = [*self._saving_unneeded(), Log("plan", choice.reason, data), *([Log("placement", worse, {"holders": holders})] if worse else [])]
+        logs = [*self._saving_unneeded(), Log("plan", choice.reason, data)]
+        logs += [Log("placement", worse, {"holders": holders})] if worse else []
         return [*(Send(i, resume) for i in self._member_agents()), *logs]
 
     def _store(self) -> str:

@@ -94,7 +94,8 @@ class Control(Starting):
     def _ready(self, incarnation: str, event: m.WorkerReady, now: float) -> list[Decision]:
         agent = self.agents[incarnation]
         if not 0 <= event.worker < agent.join.workers:
-            return [Log("ignored", f"node {agent.node} has {agent.join.workers} workers, there is no worker {event.worker}", {"agent": incarnation})]
+            text = f"node {agent.node} has {agent.join.workers} workers, there is no worker {event.worker}"
+            return [Log("ignored", text, {"agent": incarnation})]
         agent.ready.add(event.worker)
         agent.stores[event.worker] = event.store
         was_down = agent.due_s.pop(event.worker, None) is not None
@@ -111,8 +112,10 @@ class Control(Starting):
         if not self._counts(incarnation, event) or not self.commits.acknowledge(event):
             return []
         commit: list[Decision] = [Send(i, m.Commit(event.generation)) for i in self._member_agents()]
-        differ = self.commits.difference(event.generation)
-        return [*commit, Log("peers-differ", differ, {"generation": event.generation}), *(Send(i, m.SendWhole(differ)) for i in self.agents)] if differ else commit
+        if not (differ := self.commits.difference(event.generation)):
+            return commit
+        log = Log("peers-differ", differ, {"generation": event.generation})
+        return [*commit, log, *(Send(i, m.SendWhole(differ)) for i in self.agents)]
 
     def _skipped(self, incarnation: str, event: m.Skipped, now: float) -> list[Decision]:
         """One rank's skip makes the generation void for all: else those who took it would wait for a commit that never comes."""

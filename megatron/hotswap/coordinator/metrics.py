@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -54,7 +53,7 @@ class Metrics(Collector):
         self._rerun = counter("steps_rerun", "Completed steps that ran again after a recovery.")
         self._restored = counter("restored_bytes", "Snapshot bytes that ranks were restored from.")
         self._recoveries = counter("recoveries", "Complete recoveries.", "kind")
-        self._recovery_s = histogram("recovery_seconds", "From the fault to the first step, less a normal step.", _RECOVERY_BUCKETS_S, "kind")
+        self._recovery_s = histogram("recovery_seconds", "From fault to first step, less a normal step.", _RECOVERY_BUCKETS_S, "kind")
         self._phase_s = histogram("recovery_phase_seconds", "The phases of recoveries.", _RECOVERY_BUCKETS_S, "kind", "phase")
         self._writes = counter("durable_writes", "Attempts to write a durable generation.", "result")
         for result in _WRITES.values():

@@ -137,7 +137,7 @@ class ReplicaStore:
     @property
     def held_bytes(self) -> int:
         """Host memory that the replicas take now."""
-        return sum(slots.slot_bytes * slots.count for slots in self._slots.values())
+        return sum(slots.slot_bytes * slots.count for slots in tuple(self._slots.values()))  # metrics ask from another thread
 
 
 class Transport(abc.ABC):
