@@ -18,8 +18,8 @@ _CALL_TIMEOUT_S = 5.0
 _SAVE_POLL_S = 0.2
 
 
-def call(run_dir: Path, injection: Injection | None = None, save: bool = False) -> wire.Status:
-    """Ask the coordinator of the job in `run_dir` for its status, for a fault, or for a durable generation.
+def call(run_dir: Path, injection: Injection | None = None, save: bool = False, detail: bool = False) -> wire.Status:
+    """Ask the coordinator of the job in `run_dir` for its status (with its lists: `detail`), for a fault, or for a durable generation.
 
     Raises:
         UsageError: no job runs there, it does not answer, or it refuses.
@@ -35,7 +35,7 @@ def call(run_dir: Path, injection: Injection | None = None, save: bool = False) 
     with wire.blocking_channel(job.coordinator, shown) as channel:
         ask = channel.unary_unary(f"/{wire.SERVICE}/{wire.COMMAND}", request_serializer=wire.encode)
         try:
-            status: wire.Status = wire.decode_status(ask(wire.Command(injection, save), timeout=_CALL_TIMEOUT_S))
+            status: wire.Status = wire.decode_status(ask(wire.Command(injection, save, detail), timeout=_CALL_TIMEOUT_S))
         except grpc.RpcError as failure:
             why = why_refused(job.coordinator, shown) or failure.code().name
             raise UsageError(
@@ -65,14 +65,3 @@ def save(run_dir: Path) -> str:
     if "is durable" not in answer.save_text:
         raise UsageError(answer.save_text or "the job did not write it")
     return answer.save_text
-
-
-def describe(status: wire.Status) -> str:
-    """A status in a few lines."""
-    lines = [f"step {status.step} | committed {status.committed} | membership {status.version} | {status.phase}"]
-    lines += [f"  {node}: ranks {', '.join(map(str, ranks))}" for node, ranks in sorted(status.nodes.items())]
-    lines.append(f"  spares: {', '.join(status.spares) or 'none'}")
-    if status.saving or status.durable >= 0:
-        newest = f"generation {status.durable} is whole" if status.durable >= 0 else "none yet"
-        lines.append(f"  durable: {newest}{'; another is being written' if status.saving else ''}")
-    return "\n".join(lines)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -18,7 +16,6 @@ from .launch import Launch
 from .plan import plan
 
 DEFAULT_RUN_DIR = Path("runs/latest")
-_WATCH_INTERVAL_S = 1.0
 
 app = typer.Typer(
     add_completion=False,
@@ -114,23 +111,13 @@ def inject(
 @app.command()
 def status(
     run_dir: RunDir = DEFAULT_RUN_DIR,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: docs/watching.md has the schema.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again every second, until the job ends.")] = False,
 ) -> None:
-    """Where a running job stands."""
-    from .client import call, describe
+    """Where a running job stands: nodes, ranks, holders, spares, generations, and its last recoveries with their reasons."""
+    from .status import show_status
 
-    answer = call(run_dir)
-    while True:
-        print(msgspec.json.encode(answer).decode() if as_json else describe(answer), flush=True)
-        if not watch:
-            return
-        time.sleep(_WATCH_INTERVAL_S)
-        try:
-            answer = call(run_dir)
-        except UsageError as ended:
-            print(f"deadpool: {ended}", file=sys.stderr)
-            return
+    show_status(run_dir, as_json, watch, Console())
 
 
 @app.command()

@@ -58,6 +58,8 @@ def narrate(log: Log) -> str | None:
         return None  # the time line follows, from what the recorder made of it
     if log.kind == "end" and data["code"] != 0:
         return None  # said once, at the very end, with the log that has more
+    if log.kind == "metrics":  # an agent's are in their target file
+        return None if "node" in log.data else f"metrics: {log.reason}"
     if log.kind == "start":
         return f"training starts: {log.reason}"
     said = {

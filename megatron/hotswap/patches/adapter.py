@@ -17,6 +17,7 @@ from ..topology.groups import Groups, Rebuilt
 from ..topology.rendezvous import RendezvousStore
 from ..worker.session import end_process
 from . import distrib_optimizer
+from .tensorboard import Scalars
 
 
 class ReplayIterator:
@@ -65,6 +66,7 @@ class MegatronTrainer:
         self.consumed_train_samples = 0  # at the live generation
         self.start_iteration = 0  # completed steps when the job (not this process) began to train
         self.record: dict[str, Any] | None = None  # of the live generation's step
+        self.scalars = Scalars()
         self.step_of: Callable[[], int] = lambda: 0
         self.oldest: Callable[[], int] = lambda: 0  # generation that a recovery may go back to
         self._iterators: list[ReplayIterator] = []
@@ -120,6 +122,7 @@ class MegatronTrainer:
             "tracker": {k: v.cpu().numpy().tobytes() for k, v in get_cuda_rng_tracker().get_states().items()},
             "large_values": [dict(machine.large_value_counts), dict(machine.max_values)],
             "record": self.record,
+            "recoveries": self.scalars.recoveries,
             "start_iteration": self.start_iteration,
         }
 
@@ -129,6 +132,8 @@ class MegatronTrainer:
 
         self.consumed_train_samples = metadata["consumed_train_samples"]
         self.record = metadata["record"]
+        # A durable generation of an earlier release does not say it; a survivor that steps back has counted on meanwhile.
+        self.scalars.recoveries = max(self.scalars.recoveries, metadata.get("recoveries", 0))
         self.scheduler.num_steps = metadata["scheduler"]
         self.scheduler.step(
             increment=0

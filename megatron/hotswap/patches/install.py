@@ -81,7 +81,8 @@ class HotSwap:
         checkpointing.serve_from_slots(t, lambda: self._spare or self._loaded)
         distrib_optimizer.put_fence(self._fence, self._enter)
         training_patches.note_phases(t, self._enter)
-        training_patches.Sections(t, lambda: self._loop, self._session).install(lambda: self._trainer.start_iteration)
+        sections = training_patches.Sections(t, lambda: self._loop, self._session, self._runner.write_scalars)
+        sections.install(lambda: self._trainer.start_iteration)
         t.train_step = self._train_step
         t.setup_model_and_optimizer = self._setup(t.setup_model_and_optimizer)
         t.build_train_valid_test_data_iterators = self._data(t.build_train_valid_test_data_iterators)
@@ -138,6 +139,7 @@ class HotSwap:
             proven = distrib_optimizer.step_proves_commit(built[1], margs.world_size)
             schedule = Schedule(self._config.interval, self._config.when_late == "skip", proven)
             self._loop = Loop(self._session, self._recovery, self._snapshots, self._runner, margs.iteration, schedule)
+            self._loop.recovered = self._trainer.scalars.recovered
             self._trainer.step_of = lambda: self._loop.current_step if self._loop is not None else 0
             return built
 
@@ -223,6 +225,7 @@ class HotSwap:
             record = msgspec.convert({**self._trainer.record, "version": self._session.version}, m.StepRecord)
             self._session.say(m.StepDone(record))
         self._reached("rebuild and restore")
+        self._trainer.scalars.recovered(self._milestones[-1][1] - self._milestones[0][1])
         spans = zip(self._milestones, self._milestones[1:], strict=False)
         told = ", ".join(f"{name} {at - before:.3f} s" for (_, before), (name, at) in spans)
         self._session.say(m.Note("joined-as-rank", f"rank {self._session.rank}: {told}"))

@@ -100,6 +100,17 @@ class StepRunner:
         self._trainer.record = msgspec.to_builtins(record)
         return record
 
+    def write_scalars(self, iteration: int) -> None:
+        """Beside Megatron's own in TensorBoard, as often as it writes those."""
+        from megatron.training import get_args, get_tensorboard_writer
+
+        writer = get_tensorboard_writer()
+        if writer is None or iteration % get_args().tensorboard_log_interval:
+            return
+        record = self._trainer.record
+        stall_s = record["exposed_stall_s"] if record is not None and record["step"] == iteration else None
+        self._trainer.scalars.write(writer, iteration, stall_s, self._session.committed)
+
     def timers(self) -> dict[str, bool]:
         from megatron.training import get_timers
 
@@ -131,8 +142,10 @@ def hooks_enabled(model: list[Any]) -> bool:
 class Sections:
     """Wraps what train() calls between steps."""
 
-    def __init__(self, training: Any, loop: Callable[[], Loop | None], session: Session) -> None:
+    def __init__(self, training: Any, loop: Callable[[], Loop | None], session: Session, logged: Callable[[int], None]) -> None:
+        """`logged` is called with the iteration after Megatron has logged it."""
         self._training = training
+        self._logged = logged
         self._loop = loop
         self._session = session
 
@@ -223,7 +236,9 @@ class Sections:
 
             def run() -> Any:
                 self._session.enter("log", iteration)
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                self._logged(iteration)
+                return result
 
             return loop.section("log", run, lambda: args[5], undo)
 

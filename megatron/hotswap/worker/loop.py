@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -97,6 +98,7 @@ class Loop:
         self.in_section: str | None = None
         self._abandoned: Section | None = None  # what was running when an exception came
         self._schedule = schedule
+        self.recovered: Callable[[float], None] = lambda seconds: None  # called after each recovery of this rank
         self._calls: list[StepCall] = []  # since the oldest generation that a recovery may go back to
         self._skip_sections = False
         self._first_step_due = False
@@ -172,8 +174,9 @@ class Loop:
             self._abandoned = None
         if not self._session.halted:
             self._report_error(failure)
-        iteration = self._calls[-1].iteration
+        iteration, began = self._calls[-1].iteration, time.perf_counter()
         plan = self._recovery.recover(self.position)
+        self.recovered(time.perf_counter() - began)
         self._first_step_due = True
         if plan.generation > iteration and not plan.redo_sections:
             self._skip_sections = True
