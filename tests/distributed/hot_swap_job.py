@@ -134,7 +134,7 @@ def run_job(
         case.nodes,
         case.ranks_per_node,
         spares,
-        str(ROOT / "pretrain_gpt.py"),
+        str(launch.pop("script", ROOT / "pretrain_gpt.py")),
         command,
         run_dir,
         faults=list(faults),

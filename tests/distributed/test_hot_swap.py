@@ -7,9 +7,11 @@ four each, chosen so that every phase is met on at least one other grid.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +21,15 @@ from typing import Any
 import cpu_job
 import psutil
 import pytest
-from hot_swap_job import BY_TWO, EVERY, GRIDS, PHASES, Fault, GridCase, argv, events, run_job, schedule, steps, validation_losses
+from hot_swap_job import BY_TWO, EVERY, GRIDS, PHASES, ROOT, Fault, GridCase, argv, events, run_job, schedule, steps, validation_losses
+from watcher import Watcher
 
 from megatron.hotswap.cli.launch import VirtualNodes
 from megatron.hotswap.coordinator.service import Coordinator, Scheduled
 
 FULL = os.environ.get("DEADPOOL_FULL_MATRIX") == "1"
 ITERATIONS_MAX = 120
+SCALARS = ("exposed-stall-seconds", "committed-generation", "recoveries", "recovery-seconds")
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -147,15 +151,60 @@ def test_continuing_from_a_checkpoint(tmp_path: Path, reference_of: Callable[[st
 
 
 def test_encrypted_snapshots_bring_a_lost_node_back(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
-    """With --hot-swap-encrypt replicas travel over TLS, to the holder and back to the spare, with the same bits as the result."""
+    """With --hot-swap-encrypt replicas travel over TLS, to the holder and back to the spare, with the same bits as the result.
+
+    The job is watched while it trains, in every way that docs/watching.md has."""
     planned, iterations = schedule([Fault("kill", "h2h"), Fault("kill", "backward")], BY_TWO.world_size)
     run_dir = tmp_path / "disturbed"
-    summary = run_job(BY_TWO, run_dir, [*argv(BY_TWO, iterations, None), "--hot-swap-encrypt"], spares=1, faults=planned)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    watched = ["--hot-swap-metrics-port", str(port), "--tensorboard-dir", str(tmp_path / "scalars")]
+    command, script = [*argv(BY_TWO, iterations, None), "--hot-swap-encrypt", *watched], ROOT / "tests/distributed/pretrain_with_scalars.py"
+    watcher = Watcher(run_dir)
+    summary = run_job(BY_TWO, run_dir, command, spares=1, faults=planned, show=watcher, script=script)
+    statuses = watcher.statuses()
     assert summary["exit_code"] == 0, summary["ended"]
     assert [(r["kind"], r["bytes_restored"] > 0) for r in summary["recoveries"]] == [("swap", True)] * 2
     assert steps(run_dir) == reference_of("tp2-dp2").steps(0, iterations)
     assert all("encrypted (TLS 1.3)" in log.read_text() for log in (run_dir / "logs").glob("agent-*.log"))
     assert not (run_dir / "credentials").exists()  # the job is over, and its secrets with it
+    check_statuses(statuses)
+    check_metrics(watcher)
+    check_scalars(tmp_path / "scalars", iterations)
+
+
+def check_metrics(watcher: Watcher) -> None:
+    """After the first recovery, once training goes on."""
+    found = watcher.coordinator
+    assert found["deadpool_recoveries_total", "swap"] == found["deadpool_nodes_lost_total",] == 1
+    assert found["deadpool_nodes", "active"] == 2 and found["deadpool_restored_bytes_total",] > 0
+    assert found["deadpool_step_seconds_count",] > 2
+    trained = [samples for samples in watcher.agents.values() if samples["deadpool_slot_bytes",]]
+    assert len(trained) == 2
+    for samples in trained:
+        assert samples["deadpool_h2h_bytes_total",] > 0 and samples["deadpool_replica_bytes",] > 0
+        assert samples["deadpool_d2h_seconds_count",] > 0 and samples["deadpool_workers",] == 2
+
+
+def check_statuses(statuses: list[dict[str, Any]]) -> None:
+    """What a program that watches has seen: at some moment the first recovery and its reason, and each rank's holder."""
+    recovered = [status for status in statuses if status["recoveries"]]
+    assert recovered and all(status["schema"] == 1 for status in statuses)
+    (first, *_) = recovered[0]["recoveries"]
+    assert first["kind"] == "swap" and first["reasons"] == ["its connection closed"] and first["phases"]["first_step_s"] > 0
+    homes = {rank["rank"]: rank["node"] for rank in recovered[-1]["ranks"]}
+    assert sorted(homes) == [0, 1, 2, 3] and all(rank["holders"] != [homes[rank["rank"]]] for rank in recovered[-1]["ranks"])
+
+
+def check_scalars(folder: Path, iterations: int) -> None:
+    """Every step has its stall; the count of recoveries outlives the rank that logs, which the first fault takes."""
+    lines = [json.loads(line) for line in (folder / "scalars.jsonl").read_text().splitlines()]
+    of = {name: [(step, value) for key, value, step in lines if key == f"hot-swap/{name}"] for name in SCALARS}
+    assert {step for step, _ in of["exposed-stall-seconds"]} == set(range(1, iterations + 1))
+    assert of["recoveries"][-1] == (iterations, 2) and [value for _, value in of["recoveries"]] == sorted(v for _, v in of["recoveries"])
+    assert len(of["recovery-seconds"]) == 2 and all(0 < value < 60 for _, value in of["recovery-seconds"])
+    assert all(step - 2 <= value <= step for step, value in of["committed-generation"])
+    assert any(key == "learning-rate" for key, *_ in lines)  # Megatron's own, by the same writer
 
 
 def test_a_frozen_node_that_wakes_up_is_refused(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:

@@ -6,6 +6,7 @@ library's thread, which copies containers whole and reads words of the control b
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -127,7 +128,6 @@ class Metrics(Collector):
             return m.Note("metrics-refused", f"{refused}; the job goes on without those of {name}")
         return m.Note("metrics", f"those of {name} are at http://{target}/metrics, read-only")
 
-    def close(self) -> None:
+    def close(self) -> threading.Thread | None:
         """Stop serving, behind the caller's back."""
-        if self._endpoint is not None:
-            self._endpoint.close()
+        return self._endpoint.close() if self._endpoint is not None else None

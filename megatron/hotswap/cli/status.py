@@ -29,28 +29,30 @@ def show_status(run_dir: Path, as_json: bool, watch: bool, console: Console) -> 
         UsageError: no job runs there, or it does not answer.
     """
     answer = call(run_dir, detail=True)
-    if watch and console.is_terminal and not as_json:
-        with Live(console=console, auto_refresh=False) as live:
-            _follow(run_dir, answer, lambda status: live.update(Text(describe(status)), refresh=True))
-    elif watch:
-        _follow(run_dir, answer, lambda status: _print(status, as_json))
-    else:
+    if not watch:
         _print(answer, as_json)
+        return
+    if console.is_terminal and not as_json:
+        with Live(console=console, auto_refresh=False) as live:  # what is printed inside becomes part of the picture
+            ended = _follow(run_dir, answer, lambda status: live.update(Text(describe(status)), refresh=True))
+    else:
+        ended = _follow(run_dir, answer, lambda status: _print(status, as_json))
+    print(f"deadpool: {ended}", file=sys.stderr)
 
 
 def _print(status: wire.Status, as_json: bool) -> None:
     print(msgspec.json.encode(status).decode() if as_json else describe(status), flush=True)
 
 
-def _follow(run_dir: Path, answer: wire.Status, show: Callable[[wire.Status], None]) -> None:
+def _follow(run_dir: Path, answer: wire.Status, show: Callable[[wire.Status], None]) -> UsageError:
+    """Until the job does not answer any more; returns why."""
     while True:
         show(answer)
         time.sleep(_WATCH_INTERVAL_S)
         try:
             answer = call(run_dir, detail=True)
         except UsageError as ended:
-            print(f"deadpool: {ended}", file=sys.stderr)
-            return
+            return ended
 
 
 def describe(status: wire.Status) -> str:
