@@ -12,8 +12,9 @@ READY := $(VENV)/.ready
 TEST_BUDGET_S ?= 4200
 PYTEST_ARGS ?=
 
-PURE := -p megatron.hotswap.control -p megatron.hotswap.sizing -m megatron.hotswap.recovery.plan \
-	-m megatron.hotswap.replication.placement -m megatron.hotswap.snapshot.layout -m megatron.hotswap.snapshot.manifest -m megatron.hotswap.topology.grid
+PURE := -p megatron.hotswap.control -p megatron.hotswap.simulate -p megatron.hotswap.sizing \
+	-m megatron.hotswap.recovery.plan -m megatron.hotswap.replication.placement -m megatron.hotswap.snapshot.layout \
+	-m megatron.hotswap.snapshot.manifest -m megatron.hotswap.topology.grid
 
 .PHONY: demo test test-all bench setup lint types clean
 

@@ -36,6 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "replication/placement": {"errors", "topology/grid"},
     "recovery/plan": {"errors"},
     "sizing": {"errors", "replication/placement", "snapshot/layout", "topology/grid"},
+    "simulate": {"errors", "replication/placement", "topology/grid"},
     "snapshot/manifest": {"errors", "snapshot/layout"},
     "control": {"errors", "recovery/plan", "replication/placement", "snapshot/manifest", "topology/grid"},
     "snapshot/host_memory": set(),
@@ -105,6 +106,7 @@ LAYERS: dict[str, set[str]] = {
         "recovery/plan",
         "replication/transports",
         "security",
+        "simulate",
         "sizing",
         "snapshot/durable",
         "snapshot/manifest",
@@ -112,7 +114,7 @@ LAYERS: dict[str, set[str]] = {
     "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "worker"},
 }
 PURE = (
-    *("control", "recovery/plan", "replication/placement", "sizing", "snapshot/layout", "snapshot/manifest", "topology/grid"),
+    *("control", "recovery/plan", "replication/placement", "simulate", "sizing", "snapshot/layout", "snapshot/manifest", "topology/grid"),
     "topology/ledger",
 )
 IMPURE_MODULES = {"torch", "socket", "threading", "time", "random", "asyncio", "os", "subprocess", "multiprocessing", "datetime", "secrets"}
@@ -120,6 +122,7 @@ MYPY_STRICT = [
     "megatron/hotswap/control",
     "megatron/hotswap/recovery/plan.py",
     "megatron/hotswap/replication/placement.py",
+    "megatron/hotswap/simulate",
     "megatron/hotswap/sizing",
     "megatron/hotswap/snapshot/layout.py",
     "megatron/hotswap/snapshot/manifest.py",
