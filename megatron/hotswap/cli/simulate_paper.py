@@ -20,7 +20,7 @@ from ..simulate.published import (
     recovery_ratios,
     reproduce,
 )
-from .simulate_show import table
+from .simulate_show import table, wide
 
 
 def notes() -> list[str]:
@@ -52,7 +52,7 @@ def show_paper(seeds: Sequence[int], console: Console, as_json: bool) -> None:
     shown.columns[-1].justify = "left"
     for figure in FIGURES:
         shown.add_row(figure.name, f"{figure.low:g}", f"{figure.high:g}", figure.unit)
-    console.print(shown, highlight=False)
+    wide(console, shown)
     console.print()
     made = table("assumed step", "implied interval", "with the range of swaps", "failures a job", "time to resume", "times less", left=0)
     for r in found:
@@ -61,7 +61,7 @@ def show_paper(seeds: Sequence[int], console: Console, as_json: bool) -> None:
         implied = (f"{r.interval_s:.0f} s", f"{low:.0f} to {high:.0f} s")
         made.add_row(f"{r.step_s:g} s", *implied, f"{r.failures:.3g}", f"{r.share:.1%}", f"{r.times.mean:.1f}{half}")
     made.add_row("published", "", "", "", f"{RESUME_SHARE.low:.1%}", f"{RESUME_TIMES.low:.1f}")
-    console.print(made, highlight=False)
+    wide(console, made)
     console.print()
     for line in notes():
         console.print(line, highlight=False, soft_wrap=True)

@@ -43,7 +43,7 @@ def amount(name: str, value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _wide(console: Console, table: Table) -> None:
+def wide(console: Console, table: Table) -> None:
     """In a narrow terminal, or a pipe, lines that go on are better than figures that are cut off."""
     Console(file=console.file, width=max(console.width, _TABLE_WIDTH)).print(table, highlight=False)
 
@@ -78,16 +78,15 @@ def _show_inputs(found: Study, origins: dict[str, str], console: Console) -> Non
         value = getattr(found.inputs, name)
         value = found.inputs.derived(name) if value is None else value
         shown.add_row(name, str(value).lower() if isinstance(value, bool) else amount(name, value), origins[name])
-    _wide(console, shown)
+    wide(console, shown)
     assumed = sum(origin.startswith(ASSUMED) for origin in origins.values())
     console.print(f"{assumed} of these inputs are assumed: give your own.", highlight=False)
 
 
 def _show_results(found: Study, console: Console) -> None:
     reference = found.result(CHECKPOINT)
-    shown = table(
-        "scheme", "saves every", "goodput", "per node held", "wall", "saving", "again", "recovering", "waiting", "slower", "stall", "to resume"
-    )
+    heads = ("saves every", "goodput", "per node held", "wall", "saving", "again", "recovering", "waiting", "slower", "stall", "to resume")
+    shown = table("scheme", *heads)
     for result in found.results:
         every = result.scheme.durable_steps
         none = every >= found.inputs.steps
@@ -100,7 +99,7 @@ def _show_results(found: Study, console: Console) -> None:
             *(_mean_hours(result, name) for name in ("saving_s", "rerun_s", "down_s", "waiting_s", "slow_s", "stall_s")),
             percent(found.resume_share(result, reference), 1),
         )
-    _wide(console, shown)
+    wide(console, shown)
     console.print(
         f"Means of {len(found.seeds)} jobs on the same failures, ± half of the 95 % confidence interval. Goodput: work over wall time; per "
         "node held: over all nodes, spares too. In hours, what is lost to saving, steps run again, recovering, waiting for a node, fewer "
@@ -158,8 +157,8 @@ def _cautions(found: Study) -> list[str]:
     for result in found.results:
         if result.unfinished:
             lines.append(
-                f"{result.scheme.name}: {result.unfinished} of {len(result.outcomes)} jobs were given up after {GIVE_UP:g} times their time "
-                "without failures: these come faster than it recovers."
+                f"{result.scheme.name}: {result.unfinished} of {len(result.outcomes)} jobs were given up after {GIVE_UP:g} times their "
+                "time without failures: these come faster than it recovers."
             )
         resorts = sum(o.last_resorts for o in result.outcomes)
         if resorts:
@@ -182,4 +181,4 @@ def _show_swings(found: Study, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    _wide(console, shown)
+    wide(console, shown)

@@ -113,6 +113,7 @@ class _Run:
                 continue
             elif kind == _READY:
                 self._account_phase(now)
+                self.share = self.pool.staff()  # who came back meanwhile begins with the others
                 self._train(now)
             elif kind == _JOIN:
                 self._join(now)

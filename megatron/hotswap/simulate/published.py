@@ -54,6 +54,7 @@ def paper_inputs(step_s: float, interval_s: float, job_mtbf_s: float = _JOB_MTBF
         step_s=step_s,
         node_mtbf_s=_NODES * job_mtbf_s,
         repair_s=60.0,  # a spare is always there
+        save_s=0.0,
         interval_s=interval_s,
         safety_interval_s=math.inf,
         replicas=2,  # no failure takes every copy

@@ -190,12 +190,15 @@ def spares_needed(inputs: Inputs, at_most: float) -> int | None:
     def enough(spares: int) -> bool:
         return wait_probability(replace(inputs, spares=spares)) <= at_most
 
+    if inputs.group_share:
+        # One by one: a spare too few for a group only takes single failures off the nodes that train, so the share of groups rises.
+        return next((spares for spares in range(inputs.nodes + 1) if enough(spares)), None)
     high = 0
     while not enough(high):
         if high >= inputs.nodes:
             return None
         high = min(max(1, 2 * high), inputs.nodes)
-    low = high // 2  # a further spare fails less often than it helps, so whatever is enough stays enough
+    low = high // 2  # what is enough stays enough
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle + 1, high)
