@@ -69,7 +69,7 @@ class Inputs:
                 raise UsageError(f"{field.name} must not be negative, got {value}")
         if not self.group_share <= 1:
             raise UsageError(f"group_share is a share of the failures and must be at most 1, got {self.group_share}")
-        if self.group_nodes > self.nodes:
+        if self.group_share and self.group_nodes > self.nodes:
             raise UsageError(f"a group of {self.group_nodes} nodes does not fit into a job of {self.nodes}; lower group_nodes")
         if self.nodes % self.replica_nodes:
             raise UsageError(
