@@ -235,6 +235,24 @@ def test_failures_wait_as_often_as_the_binomial_says(fixed: bool, spares: int) -
     assert 0.02 < wait_probability(inputs) < 0.9 and waits.half < 0.15 * waits.mean + 0.02
 
 
+def test_waiting_by_hand() -> None:
+    """One node and one spare, each down half of the time: of the failures of who trains, those with the other one down wait."""
+    inputs = Inputs(nodes=1, spares=1, node_mtbf_s=100.0, repair_s=100.0)
+    assert nodes_in_repair(inputs, 2) == pytest.approx([0.25, 0.5, 0.25])
+    assert wait_probability(inputs) == pytest.approx(0.5 / 0.75)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["exponential", "fixed"])
+@pytest.mark.parametrize(("share", "size", "spares"), [(0.5, 2, 3), (0.1, 4, 2)])
+def test_groups_wait_about_as_often_as_the_queue_says(fixed: bool, share: float, size: int, spares: int) -> None:
+    """About: nodes that are down already are in the groups of the queue, and not in those of the simulation."""
+    inputs = Inputs(nodes=40, spares=spares, steps=4_000_000, step_s=1.0, node_mtbf_s=4e6, repair_s=1e5, repair_fixed=fixed)
+    inputs = replace(inputs, group_share=share, group_nodes=size, save_s=0.0, replicas=3)
+    found = outcomes(inputs, scheme_of(inputs, HOT_SWAP), 40)
+    waits = ratio([o.waits for o in found], [o.interruptions for o in found])
+    assert waits is not None and waits.mean == pytest.approx(wait_probability(inputs), rel=0.25)
+
+
 def repair_counts(inputs: Inputs, samples: int) -> list[int]:
     """Nodes in repair at moments far apart, straight from the trace; a node that is down cannot fail."""
     trace, counts, back, k = Trace(inputs, random.Random(5)), [], {}, 0

@@ -162,7 +162,9 @@ def _cautions(found: Study) -> list[str]:
             )
         resorts = sum(o.last_resorts for o in result.outcomes)
         if resorts:
-            lines.append(f"{result.scheme.name}: {resorts} failures took every copy in memory; a durable checkpoint was the last resort.")
+            failures = "1 failure" if resorts == 1 else f"{resorts} failures"
+            took = "left no replica of the model whole" if result.scheme.shrinks else "took every copy of something in memory"
+            lines.append(f"{result.scheme.name}: {failures} {took}; a durable checkpoint was the last resort.")
     return lines
 
 
