@@ -13,5 +13,5 @@
     trace = Trace(inputs, random.Random(seed))
     outcomes = [run(inputs, scheme, trace) for scheme in all_schemes(inputs)]
 
-docs/simulate.md explains the model and its assumptions; tests/unit/test_simulate.py compares it with the closed forms.
+docs/simulate.md explains the model and its assumptions; tests/unit/test_simulate*.py compare it with the closed forms.
 """

@@ -99,9 +99,9 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate | None:
     total, base = math.fsum(above), math.fsum(below)
     n = len(above)
     rest = [(total - a, base - b) for a, b in zip(above, below, strict=True)]
-    if base <= 0.0 or (n > 1 and min(b for _, b in rest) <= 0.0):
+    if base <= 0.0:
         return None
-    if n < 2:
+    if n < 2 or min(b for _, b in rest) <= 0.0:  # one seed has all there is below: no interval
         return Estimate(total / base, None)
     without = [a / b for a, b in rest]
     middle = fmean(without)
