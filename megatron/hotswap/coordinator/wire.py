@@ -29,6 +29,7 @@ OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.max_ping_strikes", 0),  # a server counts its clients' pings as an attack, unless it has something to say in between
     ("grpc.enable_http_proxy", 0),
     ("grpc.so_reuseport", 0),  # a second coordinator on the same port must fail, not share it
 )
