@@ -85,7 +85,8 @@ def draw(path: Path, undisturbed: Path, swapped: Path) -> None:
     import matplotlib.pyplot as plt
 
     reference, _ = picture.read_run(undisturbed)
-    steps, summary = picture.read_run(swapped)
+    steps, _ = picture.read_run(swapped)
+    summary = json.loads((swapped / "summary.json").read_text())
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 5.2), height_ratios=(3, 1.3), layout="constrained")
     picture.draw_loss(above, reference, "undisturbed", picture.COLORS[4], linewidth=5, alpha=0.6)
     label = "a node killed, a spare swapped in"
