@@ -67,10 +67,7 @@ class Agent:
 
     async def live(self) -> None:
         """Join, and obey."""
-        expected = credentials.name_of("coordinator", self._run_id)
-        own = (("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_target_name_override", expected))
-        secure = grpc.ssl_channel_credentials(self._shown.authority, self._shown.key, self._shown.certificate)
-        self._channel = grpc.aio.secure_channel(self._address, secure, options=(*wire.OPTIONS, *own))
+        self._channel = wire.channel(self._address, self._shown, ("grpc.use_local_subchannel_pool", 1))
         stream = self._channel.stream_stream(
             f"/{wire.SERVICE}/{wire.AGENT_STREAM}", request_serializer=wire.encode, response_deserializer=lambda raw: raw
         )

@@ -4,7 +4,7 @@
 // another in the thread that serves them all; where an answer is lost, every rank waits for five seconds.
 //
 // A frame, either way, is a uint32 with the length of what follows, then byte strings, each a uint32 length and its
-// bytes; all little-endian. A request's first string is the secret and may come once: the first frame of a connection.
+// bytes; all little-endian. The first frame of a connection has the secret alone, and no answer.
 // Then each frame is an operation (one letter, rendezvous.cpp has the table) and its arguments; the answer is a list of
 // byte strings. A connection has one request at a time; one that breaks a rule is closed.
 #pragma once

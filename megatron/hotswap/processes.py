@@ -30,19 +30,16 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_orphans(variable: str, own: Collection[int]) -> int:
+def end_orphans(variable: str, own: Collection[int]) -> None:
     """End the children of this process that have this environment variable ("NAME=value") and are not its own, and theirs, which become
-    its children in turn; returns how many there were. A process that has died leaves them: a data loader's workers, a checkpoint's
+    its children in turn. A process that has died leaves them: a data loader's workers, a checkpoint's
     writer. They hold what it held: sockets, shared memory, a device."""
-    ended = 0
     while orphans := [pid for pid in _children() if pid not in own and _has(pid, variable)]:
         for pid in orphans:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        ended += len(orphans)
-    return ended
 
 
 def _children() -> list[int]:

@@ -43,7 +43,7 @@ def write_generation(root: Path, generation: int, ranks: int = 2, run: str = RUN
         header = fill(slots, 0, rank, generation, 700, 5000, run)
         with durable.in_slot(slots, 0, header, own=slots) as content:
             durable.write_snapshot(root / folder / manifest.file_name(rank), content, nothing)
-            files.append(manifest.File(content.file_bytes, header.crc32c, header.layout_hash.hex()))
+            files.append(manifest.DurableFile(content.file_bytes, header.crc32c, header.layout_hash.hex()))
     shapes = {manifest.WORLD_SIZE: ranks, **{name.replace("_", "-"): size for name, size in shape.items()}}
     durable.write_manifest(root, folder, manifest.Manifest(manifest.FORMAT, run, generation, shapes, tuple(files)), nothing)
     return folder

@@ -171,8 +171,7 @@ class Durable:
 
     async def _write_manifest(self, order: m.WriteManifest) -> None:
         root, stop = Path(order.root), self._stop
-        files = tuple(mf.File(file.length, file.crc32c, file.layout) for file in order.files)
-        manifest = mf.Manifest(mf.FORMAT, self._run_id, order.generation, order.shape, files)
+        manifest = mf.Manifest(mf.FORMAT, self._run_id, order.generation, order.shape, order.files)
         try:
             await _attended(lambda alive: durable.write_manifest(root, order.folder, manifest, alive), stop, f"writing {root}")
         except durable.WriteStopped:
@@ -232,11 +231,8 @@ class Durable:
         except _Unanswered:
             worker.slots = None  # should its thread go on after all, it must not write into what somebody else fills
             raise
-        assert worker.slots is not None
-        worker.rank, worker.layout_hash = rank, header.layout_hash
-        worker.metadata_room_bytes = worker.slots.slot_bytes - HEADER_BYTES - header.payload_bytes
-        worker.put(0, header.generation)
-        worker.control.set(Word.METADATA_BYTES_0, header.metadata_bytes)
+        worker.rank = rank
+        worker.adopt(0, header)
         worker.control.set(Word.COPIED, header.generation + 1)
         worker.control.set(Word.ACKNOWLEDGED, header.generation)
 

@@ -319,11 +319,7 @@ class Agent:
                 return
             slot, header = found
             fetched = header.metadata_bytes + header.payload_bytes
-            worker.put(slot, plan.generation)
-            worker.layout_hash = header.layout_hash
-            assert worker.slots is not None
-            worker.metadata_room_bytes = worker.slots.slot_bytes - HEADER_BYTES - header.payload_bytes
-            worker.control.set(Word.METADATA_BYTES_0 + slot, header.metadata_bytes)
+            worker.adopt(slot, header)
         elif rank in plan.replaced:
             slot = await self._kept(worker, rank, plan)
             if slot is None:

@@ -11,13 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from ..control import messages as m
 from ..errors import UsageError
-from ..metrics.endpoint import Endpoint, new_registry
+from ..metrics.endpoint import Numbers
 from ..replication.transfer import ReplicaStore
 from ..snapshot.slots import Word
 from .replicator import Moved
@@ -32,7 +30,7 @@ _GENERATIONS = {
 }
 
 
-class Metrics(Collector):
+class Metrics(Numbers):
     """One per agent."""
 
     def __init__(
@@ -42,29 +40,21 @@ class Metrics(Collector):
         heard_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._workers, self._replicas, self._heard_s, self._clock = workers, replicas, heard_s, clock
-        self._endpoint: Endpoint | None = None
-        self.registry = registry = new_registry()
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"deadpool_{name}", text, labels, registry=registry)
-
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"deadpool_{name}", text, buckets=_MOVE_BUCKETS_S, registry=registry)
-
-        self._d2h_s = histogram("d2h_seconds", "Device to host: the copy of one rank's snapshot into its slot.")
-        self._h2h_s = histogram("h2h_seconds", "Host to host: from the end of the copy until all holders have it.")
-        self._d2h_bytes = counter("d2h_bytes", "Bytes copied from device to host.")
-        self._h2h_bytes = counter("h2h_bytes", "Bytes of snapshots that holders have taken from this agent.")
-        self._damaged = counter("copies_damaged", "Copies of a snapshot that could not be restored from, found by this agent.")
-        self._skipped = counter("generations_skipped", "Generations that a rank here did not take, since the one before was late.")
-        self._lost = counter("workers_lost", "Worker processes that ended, or stopped, without saying goodbye.")
-        self._restored = counter("restored_bytes", "Snapshot bytes that ranks here were restored from.")
-        self._writes = counter("durable_writes", "Snapshots written to files.", "result")
-        self._written = counter("durable_write_bytes", "Bytes of snapshots written to files.")
+        self._d2h_s = self._histogram("d2h_seconds", "Device to host: the copy of one rank's snapshot into its slot.", _MOVE_BUCKETS_S)
+        self._h2h_s = self._histogram("h2h_seconds", "Host to host: from the end of the copy until all holders have it.", _MOVE_BUCKETS_S)
+        self._d2h_bytes = self._counter("d2h_bytes", "Bytes copied from device to host.")
+        self._h2h_bytes = self._counter("h2h_bytes", "Bytes of snapshots that holders have taken from this agent.")
+        self._damaged = self._counter("copies_damaged", "Copies of a snapshot that could not be restored from, found by this agent.")
+        self._skipped = self._counter("generations_skipped", "Generations that a rank here did not take, since the one before was late.")
+        self._lost = self._counter("workers_lost", "Worker processes that ended, or stopped, without saying goodbye.")
+        self._restored = self._counter("restored_bytes", "Snapshot bytes that ranks here were restored from.")
+        self._writes = self._counter("durable_writes", "Snapshots written to files.", "result")
+        self._written = self._counter("durable_write_bytes", "Bytes of snapshots written to files.")
         for result in ("written", "failed"):
             self._writes.labels(result)
-        registry.register(self)
+        self.registry.register(self)
 
     # ---- what happens, on the event loop
 
@@ -122,12 +112,11 @@ class Metrics(Collector):
         """Listen at a free port; the answer is for events.jsonl. Agents of several virtual nodes share one machine, so none has a port of
         its own. What cannot be served costs the numbers, never the node."""
         try:
-            self._endpoint = Endpoint(self.registry, address, 0)
-            target = self._endpoint.announce(run_dir, name, host, labels)
+            target = self._listen(address, 0, run_dir, name, host, labels)
         except (UsageError, OSError) as refused:
             return m.Note("metrics-refused", f"{refused}; the job goes on without those of {name}")
         return m.Note("metrics", f"those of {name} are at http://{target}/metrics, read-only")
 
     def close(self) -> threading.Thread | None:
         """Stop serving, behind the caller's back."""
-        return self._endpoint.close() if self._endpoint is not None else None
+        return self._end()

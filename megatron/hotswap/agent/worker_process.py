@@ -11,6 +11,7 @@ from pathlib import Path
 from ..environment import WorkerEnvironment
 from ..errors import SnapshotMismatch
 from ..processes import end_in_words
+from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import OWN_SLOTS, ControlBlock, Slots, Word
 from .local import FromWorker, Link, pair
 
@@ -62,6 +63,14 @@ class WorkerProcess:
         """The slot is, or will be, this generation's."""
         self.control.set(Word.GENERATION_0 + slot, generation + 1)
         self.generations[slot] = generation
+
+    def adopt(self, slot: int, header: Header) -> None:
+        """The slot was filled with this snapshot for the worker, which has not made it itself."""
+        assert self.slots is not None
+        self.put(slot, header.generation)
+        self.layout_hash = header.layout_hash
+        self.metadata_room_bytes = self.slots.slot_bytes - HEADER_BYTES - header.payload_bytes
+        self.control.set(Word.METADATA_BYTES_0 + slot, header.metadata_bytes)
 
     def empty(self, slot: int) -> None:
         """What is in the slot is of no use any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,15 +15,8 @@ from .checks import megatron_flags
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def durable_root(argv: Sequence[str]) -> Path | None:
-    """Where the job's durable generations lie; None without --save."""
-    save = megatron_flags(argv).save
-    return None if save is None else Path(save).absolute() / manifest.FOLDER
-
-
-def shape_of(argv: Sequence[str], world_size: int) -> dict[str, int]:
+def shape_of(flags: argparse.Namespace, world_size: int) -> dict[str, int]:
     """The sizes that must be the same for a snapshot to be loaded, by their flags."""
-    flags = megatron_flags(argv)
     return {
         manifest.WORLD_SIZE: world_size,
         "tensor-model-parallel-size": flags.tensor_model_parallel_size,
@@ -38,11 +32,12 @@ def durable_of(argv: Sequence[str], world_size: int, keep: int) -> Durable | Non
     Raises:
         UsageError: it cannot be read, or the newest generation was written on another grid.
     """
-    root = durable_root(argv)
-    if root is None:
+    flags = megatron_flags(argv)
+    if flags.save is None:
         return None
-    shape = shape_of(argv, world_size)
-    begin, refused = _beginning(argv, root, shape)
+    root = Path(flags.save).absolute() / manifest.FOLDER
+    shape = shape_of(flags, world_size)
+    begin, refused = _beginning(flags, root, shape)
     for other in begin.aside:
         try:
             durable.set_aside(root, other.folder)
@@ -54,8 +49,7 @@ def durable_of(argv: Sequence[str], world_size: int, keep: int) -> Durable | Non
     return Durable(str(root), shape, keep, begin.load, tuple(refused))
 
 
-def _beginning(argv: Sequence[str], root: Path, shape: dict[str, int]) -> tuple[Beginning, list[str]]:
-    flags = megatron_flags(argv)
+def _beginning(flags: argparse.Namespace, root: Path, shape: dict[str, int]) -> tuple[Beginning, list[str]]:
     try:
         manifests, folders, refused = durable.find(root)
     except OSError as failure:

@@ -168,10 +168,11 @@ async def run(
     """
     control = prepare(launch)
     shown = credentials.read(launch.run_dir, "agent", control.run_id)
-    await make_transport(config.parse(launch.argv), shown, launch.host).check()
+    flags = config.parse(launch.argv)
+    await make_transport(flags, shown, launch.host).check()
     networks = NodeNetworks() if launch.separate_networks else None
     try:
-        return await _run(launch, control, networks, show, started)
+        return await _run(launch, flags, control, networks, show, started)
     finally:
         if networks is not None:
             networks.close()
@@ -179,16 +180,15 @@ async def run(
 
 async def _run(
     launch: Launch,
+    flags: config.HotSwapConfig,
     control: ControlConfig,
     networks: NodeNetworks | None,
     show: Callable[[Coordinator], None],
     started: Callable[[ControlConfig, VirtualNodes], None],
 ) -> int:
     coordinator = Coordinator(control, launch.run_dir, launch.faults)
-    coordinator.cables = None if networks is None else asyncio.Queue()
     address = await coordinator.start(launch.host if networks is None else networks.address, launch.port)
     _write_job_file(launch.run_dir, address, control)
-    flags = config.parse(launch.argv)
     if flags.metrics_port:
         await coordinator.serve_metrics(flags.metrics_address, flags.metrics_port, address.rsplit(":", 1)[0])
     nodes = VirtualNodes(launch, address, control.run_id, networks)
@@ -196,7 +196,10 @@ async def _run(
     interrupted = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
-    watchers = [loop.create_task(w) for w in (_watch_lost(coordinator, nodes, launch), _watch_cables(coordinator, networks, launch))]
+    watchers = [loop.create_task(_watch_lost(coordinator, nodes, launch))]
+    if networks is not None:
+        coordinator.cables = asyncio.Queue()
+        watchers.append(loop.create_task(_watch_cables(coordinator.cables, networks, launch.run_dir)))
     try:
         for index in range(launch.nodes + launch.spares):
             nodes.start(f"node{index}")
@@ -328,11 +331,11 @@ async def _watch_lost(coordinator: Coordinator, nodes: VirtualNodes, launch: Lau
             asyncio.get_running_loop().call_later(launch.return_lost_nodes_after_s, nodes.start, node)
 
 
-async def _watch_cables(coordinator: Coordinator, networks: NodeNetworks | None, launch: Launch) -> None:
+async def _watch_cables(wanted: asyncio.Queue[tuple[str, str]], networks: NodeNetworks, run_dir: Path) -> None:
     """Cables are pulled and put back on this side of them."""
-    while networks is not None and coordinator.cables is not None:
-        action, node = await coordinator.cables.get()
-        write_down(Injection(action, "node", node), launch.run_dir)  # type: ignore[arg-type]
+    while True:
+        action, node = await wanted.get()
+        write_down(Injection(action, "node", node), run_dir)  # type: ignore[arg-type]
         (networks.unplug if action == "unplug" else networks.plug)(node)
 
 

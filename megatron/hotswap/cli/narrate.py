@@ -19,6 +19,23 @@ PHASE_WORDS = {
 #: Decisions that only matter to whoever reads events.jsonl: an error is either followed by a recovery or ends the job.
 _SILENT = ("ignored", "push-failed", "resumed", "error", "generation-skipped")
 
+#: What is put before the reasons of decisions that are told as they are.
+_BEGINNINGS = {
+    "copy-damaged": "a copy could not be used, another is looked for: ",
+    "durable": "saved: ",
+    "durable-refused": "cannot be gone on from: ",
+    "end": "the job is over: ",
+    "inject": "fault armed: ",
+    "joined-as-rank": "the new process as ",
+    "last-rung": "last rung: ",
+    "loading": "before training: ",
+    "no-spare": "no spare is left: ",
+    "save": "durable generation: ",
+    "save-failed": "not saved: ",
+    "start": "training starts: ",
+    "write-failed": "could not be written, tried again: ",
+}
+
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """[2, 3] -> "ranks 2, 3"."""
@@ -48,10 +65,6 @@ def narrate(log: Log) -> str | None:
         return f"{log.reason}; every rank stops where it is"
     if log.kind == "assign":
         return f"spare {data['node']} takes {ranks_in_words(data['ranks'])}"
-    if log.kind == "copy-damaged":
-        return f"a copy could not be used, another is looked for: {log.reason}"
-    if log.kind == "no-spare":
-        return f"no spare is left: {log.reason}"
     if log.kind == "plan":
         return _plan_in_words(data)
     if log.kind == "recovered":
@@ -60,20 +73,7 @@ def narrate(log: Log) -> str | None:
         return None  # said once, at the very end, with the log that has more
     if log.kind == "metrics":  # an agent's are in their target file
         return None if "node" in log.data else f"metrics: {log.reason}"
-    if log.kind == "start":
-        return f"training starts: {log.reason}"
-    said = {
-        "last-rung": "last rung: ",
-        "save": "durable generation: ",
-        "durable": "saved: ",
-        "write-failed": "could not be written, tried again: ",
-        "save-failed": "not saved: ",
-        "durable-refused": "cannot be gone on from: ",
-        "loading": "before training: ",
-    }
-    if log.kind in said:
-        return said[log.kind] + log.reason
-    return {"end": "the job is over: ", "inject": "fault armed: ", "joined-as-rank": "the new process as "}.get(log.kind, "") + log.reason
+    return _BEGINNINGS.get(log.kind, "") + log.reason
 
 
 def _plan_in_words(data: Mapping[str, Any]) -> str:

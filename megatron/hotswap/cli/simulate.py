@@ -15,7 +15,7 @@ from rich.console import Console
 from ..errors import UsageError
 from ..simulate.inputs import ASSUMED, HOUR_S, ORIGINS, Inputs
 from ..simulate.schemes import CHECKPOINT
-from ..simulate.study import Estimate, Study, study
+from ..simulate.study import Estimate, Study, resume_share, study
 from .simulate_run import costs_of_run
 
 #: Flags in hours, and the inputs in seconds that they give.
@@ -122,7 +122,7 @@ def to_json(found: Study, origins: dict[str, str]) -> dict[str, Any]:
                 **asdict(result.scheme),
                 "goodput": _estimate(result.goodput),
                 "goodput_per_allocated_node": _estimate(found.per_node(result)),
-                "resume_share": _estimate(found.resume_share(result, reference)),
+                "resume_share": _estimate(resume_share(result, reference)),
                 "unfinished": result.unfinished,
                 "outcomes": [asdict(outcome) for outcome in result.outcomes],
             }

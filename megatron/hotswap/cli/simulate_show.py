@@ -11,7 +11,7 @@ from rich.table import Table
 from ..simulate.engine import GIVE_UP
 from ..simulate.inputs import ASSUMED, HOUR_S
 from ..simulate.schemes import CHECKPOINT, CHECKPOINT_BEST, HOT_SWAP
-from ..simulate.study import Estimate, Result, Study, answer_of
+from ..simulate.study import Estimate, Result, Study, answer_of, resume_share
 
 _DAY_S = 24 * HOUR_S
 _TABLE_WIDTH = 176  # characters
@@ -97,7 +97,7 @@ def _show_results(found: Study, console: Console) -> None:
             percent(found.per_node(result)),
             f"{result.of(lambda o: o.wall_s).mean / _DAY_S:.4g} d",
             *(_mean_hours(result, name) for name in ("saving_s", "rerun_s", "down_s", "waiting_s", "slow_s", "stall_s")),
-            percent(found.resume_share(result, reference), 1),
+            percent(resume_share(result, reference), 1),
         )
     wide(console, shown)
     console.print(

@@ -14,7 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from .messages import PHASES, Progress
+from .messages import Progress
 
 #: Steps from which a normal one is known, and of how many last ones it is the median.
 _LEARNED_STEPS, _RECENT_STEPS = 5, 50
@@ -68,10 +68,12 @@ class HangDetector:
         elapsed, self._looked_s = (0.0 if self._looked_s is None else now - self._looked_s), now
         if len(self._steps_s) < _LEARNED_STEPS or len(self._progress) < ranks:
             return ""
-        if any(_name(p) in _UNJUDGED for p in self._progress.values()):
+        self._still_s += min(elapsed, _LONGEST_LOOK_S)
+        if self._still_s <= self._at_least_s * self._patience:  # mostly: then nothing that grows with the job is looked at
+            return ""
+        if any(p.phase_name in _UNJUDGED for p in self._progress.values()):
             self._still_s = 0.0
             return ""
-        self._still_s += min(elapsed, _LONGEST_LOOK_S)
         normal_s = statistics.median(self._steps_s)
         limit_s = max(self._factor * normal_s, self._at_least_s) * self._patience
         if self._still_s <= limit_s:
@@ -84,11 +86,7 @@ class HangDetector:
     def _who(self) -> str:
         first = min(self._progress.values(), key=lambda p: (p.step, p.phase))
         behind = [r for r, p in sorted(self._progress.items()) if (p.step, p.phase) == (first.step, first.phase)]
-        where = f"in step {first.step}, {_name(first)}"
+        where = f"in step {first.step}, {first.phase_name or 'none'}"
         if len(behind) == len(self._progress):
             return f"all are {where}"
         return f"rank(s) {behind} are furthest behind, {where}"
-
-
-def _name(progress: Progress) -> str:
-    return PHASES[progress.phase - 1] if 0 < progress.phase <= len(PHASES) else "none"

@@ -59,6 +59,11 @@ class Job:
         """The newest generation that every rank's holders have; -1: none yet."""
         return self.commits.committed
 
+    @property
+    def generation_lag(self) -> int | None:
+        """Completed steps after the committed generation: a loss now may run them again. None before the first is committed."""
+        return max(0, self.newest_step - self.committed) if self.committed >= 0 else None
+
     def _enter(self, phase: Phase) -> None:
         require_change(self.phase, phase)
         self.phase = phase

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from ..snapshot.manifest import DurableFile as DurableFile
+
 PROTOCOL = 7
 #: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
@@ -54,14 +56,6 @@ class Source(msgspec.Struct, frozen=True):
 
     incarnation: str
     h2h: str
-
-
-class DurableFile(msgspec.Struct, frozen=True):
-    """One rank's snapshot in a file of a durable generation (snapshot/manifest.py has the format)."""
-
-    length: int  # bytes
-    crc32c: int  # of metadata, then payload: what the header in the file says too
-    layout: str  # hash of the snapshot's layout, hex
 
 
 class Injection(msgspec.Struct, frozen=True):
@@ -117,6 +111,11 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     step: int
     phase: int  # index into PHASES, plus 1; 0: none yet
     count: int  # grows with every phase that it enters, repeated ones too
+
+    @property
+    def phase_name(self) -> str:
+        """Of PHASES; empty before the first."""
+        return PHASES[self.phase - 1] if 0 < self.phase <= len(PHASES) else ""
 
 
 class Heartbeat(_Message, frozen=True):

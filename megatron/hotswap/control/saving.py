@@ -25,6 +25,7 @@ from .phases import Phase
 TRIES_MAX = 5
 _RETRY_FIRST_S = 1.0  # and twice as long each time
 
+
 class Saves(Job):
     """Control (state.py) calls it with the events, Recovering (recovering.py) at the last rung."""
 

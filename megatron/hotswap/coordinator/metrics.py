@@ -10,15 +10,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from ..control.decisions import EVENT_KINDS, Log
 from ..control.messages import StepRecord
 from ..control.state import Control, Phase
 from ..errors import UsageError
-from ..metrics.endpoint import Endpoint, forget, new_registry
+from ..metrics.endpoint import Numbers, forget
 from .recorder import Recorder
 
 _STEP_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300)
@@ -28,37 +26,30 @@ _RECOVERY_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 
 _WRITES = {"durable": "whole", "write-failed": "failed"}
 
 
-class Metrics(Collector):
+class Metrics(Numbers):
     """One per coordinator."""
 
     def __init__(self, control: Control, recorder: Recorder, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self._control, self._recorder, self._clock = control, recorder, clock
-        self._endpoint: Endpoint | None = None
         self._counted = 0  # recoveries
-        self.registry = registry = new_registry()
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"deadpool_{name}", text, labels, registry=registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"deadpool_{name}", text, labels, buckets=buckets, registry=registry)
-
-        self._step_s = histogram("step_seconds", "Duration of completed steps, those that ran again included.", _STEP_BUCKETS_S)
-        self._stall_s = histogram("exposed_stall_seconds", "What a step waited for its snapshot, on the rank that logs.", _STALL_BUCKETS_S)
-        self._events = counter("events", "Lines of events.jsonl.", "kind")
-        self._damaged = counter("copies_damaged", "Copies of a snapshot that could not be restored from.")
-        self._skipped = counter("generations_skipped", "Generations that were not taken, since the one before was late.")
-        self._lost = counter("nodes_lost", "Nodes that were given up, spares included.")
-        self._respawned = counter("ranks_respawned", "Ranks whose process was started again on its node, in complete recoveries.")
-        self._rerun = counter("steps_rerun", "Completed steps that ran again after a recovery.")
-        self._restored = counter("restored_bytes", "Snapshot bytes that ranks were restored from.")
-        self._recoveries = counter("recoveries", "Complete recoveries.", "kind")
-        self._recovery_s = histogram("recovery_seconds", "From fault to first step, less a normal step.", _RECOVERY_BUCKETS_S, "kind")
-        self._phase_s = histogram("recovery_phase_seconds", "The phases of recoveries.", _RECOVERY_BUCKETS_S, "kind", "phase")
-        self._writes = counter("durable_writes", "Attempts to write a durable generation.", "result")
+        self._step_s = self._histogram("step_seconds", "Duration of completed steps, those that ran again included.", _STEP_BUCKETS_S)
+        waited = "What a step waited for its snapshot, on the rank that logs."
+        self._stall_s = self._histogram("exposed_stall_seconds", waited, _STALL_BUCKETS_S)
+        self._events = self._counter("events", "Lines of events.jsonl.", "kind")
+        self._damaged = self._counter("copies_damaged", "Copies of a snapshot that could not be restored from.")
+        self._skipped = self._counter("generations_skipped", "Generations that were not taken, since the one before was late.")
+        self._lost = self._counter("nodes_lost", "Nodes that were given up, spares included.")
+        self._respawned = self._counter("ranks_respawned", "Ranks whose process was started again on its node, in complete recoveries.")
+        self._rerun = self._counter("steps_rerun", "Completed steps that ran again after a recovery.")
+        self._restored = self._counter("restored_bytes", "Snapshot bytes that ranks were restored from.")
+        self._recoveries = self._counter("recoveries", "Complete recoveries.", "kind")
+        self._recovery_s = self._histogram("recovery_seconds", "From fault to first step, less a normal step.", _RECOVERY_BUCKETS_S, "kind")
+        self._phase_s = self._histogram("recovery_phase_seconds", "The phases of recoveries.", _RECOVERY_BUCKETS_S, "kind", "phase")
+        self._writes = self._counter("durable_writes", "Attempts to write a durable generation.", "result")
         for result in _WRITES.values():
             self._writes.labels(result)
-        registry.register(self)
+        self.registry.register(self)
 
     # ---- what happens, on the event loop
 
@@ -105,8 +96,8 @@ class Metrics(Collector):
         yield _gauge("ranks", "World size.", control.config.grid.world_size)
         committed, durable = control.committed, control.durable_generation
         yield _gauge("committed_generation", "The newest that every holder has.", committed if committed >= 0 else None)
-        lag = max(0, control.newest_step - committed) if committed >= 0 else None
-        yield _gauge("generation_lag", "Completed steps after the committed generation: a loss now may run them again.", lag)
+        text = "Completed steps after the committed generation: a loss now may run them again."
+        yield _gauge("generation_lag", text, control.generation_lag)
         yield _gauge("durable_generation", "The newest that is whole on disk.", durable if durable >= 0 else None)
         yield from self._nodes()
 
@@ -128,18 +119,17 @@ class Metrics(Collector):
     def serve(self, address: str, port: int, host: str) -> Log:
         """Listen; the answer is for events.jsonl. A port that is taken costs the numbers, never the job."""
         try:
-            self._endpoint = Endpoint(self.registry, address, port)
             labels = {"run": self._control.config.run_id, "part": "coordinator"}
             shown = host if host not in ("0.0.0.0", "::") else socket.gethostname()
-            target = self._endpoint.announce(self._recorder.run_dir, "coordinator", shown, labels)
+            target = self._listen(address, port, self._recorder.run_dir, "coordinator", shown, labels)
         except (UsageError, OSError) as refused:
             return Log("metrics-refused", f"{refused}; the job goes on without the coordinator's", {"address": address, "port": port})
         return Log("metrics", f"the coordinator's are at http://{target}/metrics, read-only", {"target": target})
 
     def close(self) -> None:
         """Stop serving. Blocks for up to half a second."""
-        if self._endpoint is not None:
-            self._endpoint.close().join()
+        if (ending := self._end()) is not None:
+            ending.join()
 
 
 def _gauge(name: str, text: str, value: float | None) -> Metric:

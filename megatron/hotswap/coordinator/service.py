@@ -257,19 +257,15 @@ class Coordinator:
         except Malformed as wrong:
             self._refuse(f"a command cannot be read: {wrong}", f"a caller at {context.peer()}")
             return wire.Status(False, f"{wrong}; use the `deadpool` that started the job")
-        text = ""
         if command.injection is not None and command.injection.action in m.CABLE_FAULTS and self.cables is None:
             return wire.Status(False, "the nodes of this job share one network: start it with --separate-networks to have cables to pull")
-        if command.injection is not None:
-            decisions = self.control.handle("", m.Inject(command.injection), time.monotonic())
+        text = ""
+        wanted: list[m.Event] = [m.Inject(command.injection)] if command.injection is not None else []
+        for event in [*wanted, *([m.SaveWanted()] if command.save else [])]:
+            decisions = self.control.handle("", event, time.monotonic())
             self._apply(decisions)
-            text = "; ".join(d.reason for d in decisions if isinstance(d, Log))
-            if any(isinstance(d, Log) and d.kind == "inject-refused" for d in decisions):
-                return wire.Status(False, text)
-        if command.save:
-            decisions = self.control.handle("", m.SaveWanted(), time.monotonic())
-            self._apply(decisions)
-            text = "; ".join(d.reason for d in decisions if isinstance(d, Log))
-            if any(isinstance(d, Log) and d.kind == "save-refused" for d in decisions):
+            said = [d for d in decisions if isinstance(d, Log)]
+            text = "; ".join(d.reason for d in said)
+            if any(d.kind in ("inject-refused", "save-refused") for d in said):
                 return wire.Status(False, text)
         return status_of(self.control, self.recorder, time.monotonic(), text, command.detail, self._metrics_at)

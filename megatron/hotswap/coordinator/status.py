@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..control import messages as m
 from ..control.state import Control
 from . import wire
 from .recorder import Recorder
@@ -39,7 +38,7 @@ def status_of(control: Control, recorder: Recorder, now: float, text: str = "", 
         world_size=control.config.grid.world_size,
         step_s=last.seconds if last else None,
         exposed_stall_s=last.exposed_stall_s if last else None,
-        generation_lag=max(0, control.newest_step - control.committed) if control.committed >= 0 else None,
+        generation_lag=control.generation_lag,
         generations_skipped=control.commits.skipped_generations,
         recoveries_total=len(recorder.recoveries),
         nodes_lost_total=recorder.nodes_lost,
@@ -58,9 +57,9 @@ def _ranks(control: Control) -> list[wire.RankStatus]:
     found = []
     for rank, member in enumerate(membership.members[:RANKS_MAX]):
         now = progress.get(rank)
-        phase = m.PHASES[now.phase - 1] if now is not None and 0 < now.phase <= len(m.PHASES) else ""
+        step, phase = (now.step, now.phase_name) if now is not None else (None, "")
         holders = [holder.node for holder in membership.holders_of(rank)]
-        found.append(wire.RankStatus(rank, member.node, member.worker, now.step if now is not None else None, phase, holders))
+        found.append(wire.RankStatus(rank, member.node, member.worker, step, phase, holders))
     return found
 
 

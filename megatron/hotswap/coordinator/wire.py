@@ -154,9 +154,9 @@ def listen(server: grpc.aio.Server, address: str, shown: Credentials) -> int:
     return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair], shown.authority, require_client_auth=True)))
 
 
-def channel(address: str, shown: Credentials) -> grpc.aio.Channel:
-    """A channel to the job's coordinator, wherever it runs now."""
-    return grpc.aio.secure_channel(address, _client(shown), options=_expecting_coordinator(shown))
+def channel(address: str, shown: Credentials, *more: tuple[str, Any]) -> grpc.aio.Channel:
+    """A channel to the job's coordinator, wherever it runs now. `more`: options of gRPC's."""
+    return grpc.aio.secure_channel(address, _client(shown), options=(*_expecting_coordinator(shown), *more))
 
 
 def blocking_channel(address: str, shown: Credentials) -> grpc.Channel:

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
+from prometheus_client.registry import Collector
 
 from ..errors import UsageError
 from . import FOLDER
@@ -78,6 +79,34 @@ class Endpoint:
         self._server.shutdown()  # waits for the serving thread to look, which takes up to half a second
         self._server.server_close()
         self._thread.join()
+
+
+class Numbers(Collector):
+    """What a process of ours counts, and serves if it is told to: the base of coordinator/metrics.py and agent/metrics.py."""
+
+    def __init__(self) -> None:
+        self.registry = new_registry()
+        self._endpoint: Endpoint | None = None
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"deadpool_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"deadpool_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def _listen(self, address: str, port: int, run_dir: Path, name: str, host: str, labels: Mapping[str, str]) -> str:
+        """Begin to serve, and say so in the target file; returns host:port.
+
+        Raises:
+            UsageError: the port is taken, or the address is none of this machine's.
+            OSError: the target file cannot be written.
+        """
+        self._endpoint = Endpoint(self.registry, address, port)
+        return self._endpoint.announce(run_dir, name, host, labels)
+
+    def _end(self) -> threading.Thread | None:
+        """Stop serving, behind the caller's back."""
+        return self._endpoint.close() if self._endpoint is not None else None
 
 
 def forget(run_dir: Path, name: str) -> None:

@@ -78,7 +78,7 @@ class HotSwap:
     def _install(self) -> None:
         t = self._training
         arguments.join_parser(self._await_rank)
-        checkpointing.serve_from_slots(t, lambda: self._spare or self._loaded)
+        checkpointing.serve_from_slots(t, lambda: self._from_slots)
         distrib_optimizer.put_fence(self._fence, self._enter)
         training_patches.note_phases(t, self._enter)
         sections = training_patches.Sections(t, lambda: self._loop, self._session, self._runner.write_scalars)
@@ -97,6 +97,11 @@ class HotSwap:
     @property
     def _loaded(self) -> bool:
         return self._given is not None and self._given.loaded
+
+    @property
+    def _from_slots(self) -> bool:
+        """Whether all weights and states come from a snapshot."""
+        return self._spare or self._loaded
 
     # ---- in the order of the calls
 
@@ -125,12 +130,12 @@ class HotSwap:
             self._reached("arguments and stand-in groups")
             margs = get_args()
             initialize = margs.perform_initialization
-            margs.perform_initialization = initialize and not (self._spare or self._loaded)  # weights come from a snapshot
+            margs.perform_initialization = initialize and not self._from_slots
             built = original(*args, **kwargs)
             margs.perform_initialization = initialize  # as checkpoints will have it
             self._trainer.attach(*built)
             self._reached("model and optimizer")
-            if self._spare or self._loaded:
+            if self._from_slots:
                 self._take_over(margs)
             else:
                 self._trainer.start_iteration = margs.iteration

@@ -106,19 +106,18 @@ class _Sealed(Pipe):
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
 
     def send(self, address: int, length: int, head: bytes) -> None:
-        self._tls.write(head)
-        data = _memory(address, length)
-        for begin in range(0, length, _PIECE_BYTES):
-            self._tls.write(data[begin : begin + _PIECE_BYTES])
-            self._flush()
-        self._flush()
+        self._send(address, length, head, summed=False)
 
     def send_summed(self, address: int, length: int, head: bytes) -> int:
+        return self._send(address, length, head, summed=True)
+
+    def _send(self, address: int, length: int, head: bytes, summed: bool) -> int:
         self._tls.write(head)
         data, crc = _memory(address, length), 0
         for begin in range(0, length, _PIECE_BYTES):
             piece = data[begin : begin + _PIECE_BYTES]
-            crc = deadpool_ext.crc32c(address + begin, len(piece), crc)
+            if summed:
+                crc = deadpool_ext.crc32c(address + begin, len(piece), crc)
             self._tls.write(piece)
             self._flush()
         self._flush()

@@ -36,6 +36,7 @@ STEPS = Figure("steps of the long comparison", 100_000, 100_000, "steps")
 RESUME_SHARE = Figure("time to resume over these steps, of checkpoint-restart's", 0.053, 0.053, "share")
 RESUME_TIMES = Figure("the same, times less", 18.8, 18.8, "times")
 OVERHEAD = Figure("visible overhead, 32 to 256 GPUs", 0.0, 0.0, "share")
+_SWAP_S = (SWAP.low + SWAP.high) / 2
 FIGURES = (SWAP, RESTART, TIMES_LESS, STEPS, RESUME_SHARE, RESUME_TIMES, OVERHEAD)
 
 #: Assumed: 256 GPUs, 4 a node; a failure in some hours, so that 100,000 steps see many; no failure waits
@@ -59,12 +60,12 @@ def paper_inputs(step_s: float, interval_s: float, job_mtbf_s: float = _JOB_MTBF
         safety_interval_s=math.inf,
         replicas=2,  # no failure takes every copy
         restart_s=RESTART.low,
-        swap_s=(SWAP.low + SWAP.high) / 2,
+        swap_s=_SWAP_S,
         stall_s=OVERHEAD.low,
     )
 
 
-def implied_interval(step_s: float, swap_s: float = (SWAP.low + SWAP.high) / 2) -> float:
+def implied_interval(step_s: float, swap_s: float = _SWAP_S) -> float:
     """The checkpoint interval at which the published costs of a failure give the published ratio, in closed form.
 
     (restart + interval / 2) / (swap + step / 2) = 18.8: half an interval is lost to a restart, half a step to a swap.

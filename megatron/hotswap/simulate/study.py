@@ -306,9 +306,6 @@ class Study:
         goodput = result.goodput
         return Estimate(goodput.mean * share, None if goodput.half is None else goodput.half * share)
 
-    def resume_share(self, result: Result, reference: Result) -> Estimate | None:
-        return resume_share(result, reference)
-
     @property
     def interruptions(self) -> int:
         """Of the hot-swap jobs of all seeds."""

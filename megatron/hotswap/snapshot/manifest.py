@@ -54,7 +54,7 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:06d}.snapshot"
 
 
-class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DurableFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's snapshot: bytes of the file, CRC32C of metadata and payload, hash of the layout in hex."""
 
     length: int
@@ -69,7 +69,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_id: str
     generation: int
     shape: dict[str, int]  # sizes of the grid, by their flags
-    files: tuple[File, ...]  # of rank 0, 1, …
+    files: tuple[DurableFile, ...]  # of rank 0, 1, …
 
     def require(self, rank: int, header: Header, length: int) -> None:
         """Check that a file is the one that belongs here.
