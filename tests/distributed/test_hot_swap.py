@@ -154,15 +154,15 @@ def test_encrypted_snapshots_bring_a_lost_node_back(tmp_path: Path, reference_of
     """With --hot-swap-encrypt replicas travel over TLS, to the holder and back to the spare, with the same bits as the result.
 
     The job is watched while it trains, in every way that docs/watching.md has."""
-    planned, iterations = schedule([Fault("kill", "h2h"), Fault("kill", "backward")], BY_TWO.world_size)
+    planned, iterations = [Scheduled("kill", "node", 3, 3, "h2h"), Scheduled("kill", "node", 0, 12, "backward")], 15  # apart: to be watched
     run_dir = tmp_path / "disturbed"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     watched = ["--hot-swap-metrics-port", str(port), "--tensorboard-dir", str(tmp_path / "scalars")]
     command, script = [*argv(BY_TWO, iterations, None), "--hot-swap-encrypt", *watched], ROOT / "tests/distributed/pretrain_with_scalars.py"
-    watcher = Watcher(run_dir)
-    summary = run_job(BY_TWO, run_dir, command, spares=1, faults=planned, show=watcher, script=script)
-    statuses = watcher.statuses()
+    with Watcher(run_dir, scraped_from_step=7) as watcher:
+        summary = run_job(BY_TWO, run_dir, command, spares=1, faults=planned, show=watcher, script=script)
+        statuses = watcher.statuses()
     assert summary["exit_code"] == 0, summary["ended"]
     assert [(r["kind"], r["bytes_restored"] > 0) for r in summary["recoveries"]] == [("swap", True)] * 2
     assert steps(run_dir) == reference_of("tp2-dp2").steps(0, iterations)

@@ -1,7 +1,10 @@
 """Megatron's log is shown once, whichever ranks write it, and noise stays in the files."""
 
+import os
+
 from megatron.hotswap.cli.log_filter import LogFilter
 from megatron.hotswap.cli.log_tail import LogTail
+from megatron.hotswap.cli.show import JobConsole
 
 
 def shown(lines, verbose=False):
@@ -111,3 +114,14 @@ def test_the_tail_gives_whole_lines_of_files_that_appear_and_grow(tmp_path):
     assert list(tail.read()) == [(one.name, "second")]
     assert list(tail.read(final=True)) == [(one.name, "last \ufffd")]
     assert list(tail.read(final=True)) == []
+
+
+def test_a_reader_that_goes_away_does_not_end_the_job():
+    """`deadpool run … | head` closes the pipe while the job runs."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        console = JobConsole(file=pipe)
+        for step in range(3):
+            console.print(f"step {step}")
+        assert console.quiet

@@ -60,11 +60,12 @@ def run(
 ) -> None:
     """Run a Megatron job with hot-swap on virtual nodes of this machine. The exit code is the job's."""
     from .run_job import RunOptions, run_job
+    from .show import JobConsole
 
     launch = Launch(nodes, ranks_per_node, spares, command[0], command[1:], run_dir, port=port)
     launch.return_lost_nodes_after_s = return_lost_nodes_after_s
     launch.separate_networks = separate_networks
-    raise typer.Exit(run_job(launch, RunOptions(inject or [], verbose, picture), Console()))
+    raise typer.Exit(run_job(launch, RunOptions(inject or [], verbose, picture), JobConsole()))
 
 
 app.command(context_settings={"allow_interspersed_args": False})(plan)

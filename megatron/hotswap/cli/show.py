@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,16 @@ _STYLES = {
     "save-failed": "bold red",
     "durable-refused": "bold red",
 }
+
+
+class JobConsole(Console):
+    """A console whose reader may go away (`deadpool run … | head`, a lost terminal): the job goes on, in silence."""
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more. rich's own answer is to end the program."""
+        self.quiet = True
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())  # or Python complains of what it could not flush at its end
 
 
 class Show:
