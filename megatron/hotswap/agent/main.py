@@ -34,6 +34,7 @@ from .domain import failure_domain
 from .durable import Durable
 from .inject import strike
 from .lives import Lives
+from .pool import started_pool
 from .replicator import Replicator, free_slot, own_slot_of
 from .scratch import Scratch
 from .watched import Watched
@@ -98,6 +99,7 @@ class Agent:
         """Until the job is over, or this agent is fenced."""
         loop = asyncio.get_running_loop()
         self._exit = loop.create_future()
+        loop.set_default_executor(started_pool())
         loop.set_exception_handler(self._fail)
         moved_by = await self._transport.check()
         address = await self._transport.serve(self._replicas)
