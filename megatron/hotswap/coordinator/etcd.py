@@ -52,6 +52,13 @@ def _text(raw: str | bytes) -> str:
     return base64.b64encode(raw.encode() if isinstance(raw, str) else raw).decode()
 
 
+def _root(failure: BaseException) -> str:
+    """What lies under the layers of an HTTP library."""
+    while (under := failure.__cause__ or failure.__context__) is not None:
+        failure = under
+    return getattr(failure, "detail_text", None) or str(failure) or repr(failure)
+
+
 class EtcdStore(Store):
     """The keys of one job."""
 
@@ -85,7 +92,7 @@ class EtcdStore(Store):
             try:
                 answer = call(client)
             except (self._failed, OSError, KeyError, ValueError) as failure:
-                said = f"{client.host}:{client.port}: {getattr(failure, 'detail_text', None) or failure!r}"
+                said = f"{client.host}:{client.port}: {_root(failure)}"
                 continue
             with self._order:
                 self._clients.remove(client)
@@ -137,7 +144,7 @@ class EtcdStore(Store):
         return True
 
     def _renew(self) -> None:
-        while not self._over.wait(_RENEW_S):
+        while not self._over.wait(_RENEW_S) and not self.lost:  # who has lost it once stands for election again
             asked_s = time.monotonic()
             try:
                 left = self._ask(lambda client: client.post(client.get_url("/lease/keepalive"), json={"ID": self._lease}))
