@@ -117,7 +117,11 @@ def test_a_journal_that_has_grown_begins_again_with_its_newest_record(tmp_path, 
 
 
 @settings(max_examples=200, deadline=None)
-@given(cut=st.integers(0, 2000), changed=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=3), more=st.binary(max_size=40))
+@given(
+    cut=st.integers(0, 2000),
+    changed=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=3),
+    more=st.binary(max_size=40),
+)
 def test_of_a_damaged_journal_the_whole_records_before_the_damage_count(tmp_path_factory, cut, changed, more):
     folder = tmp_path_factory.getbasetemp() / "damaged"
     folder.mkdir(exist_ok=True)
