@@ -167,6 +167,12 @@ class CoordinatorLink:
 
     async def beat(self) -> None:
         """Say that the agent lives, and look whether the coordinator does."""
+        try:
+            await self._beat()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    async def _beat(self) -> None:
         loop, sequence = asyncio.get_running_loop(), 0
         while True:
             sequence += 1
