@@ -168,7 +168,7 @@ def test_an_agent_ends_when_nobody_is_found_in_time(tmp_path):
 
 def test_an_agent_that_was_given_up_is_told_so_by_the_next_coordinator(tmp_path):
     async def story(job):
-        a, b = await trained(job)
+        _, b = await trained(job)
         b.talking.cancel()
         await asyncio.gather(b.talking, return_exceptions=True)
         await until(lambda: job.coordinator.control.fenced)
