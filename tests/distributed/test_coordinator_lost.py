@@ -18,7 +18,7 @@ from hot_swap_job import BY_TWO, ROOT, argv, events, run_job, steps
 from megatron.hotswap.cli.launch import Launch, VirtualNodes, prepare
 from megatron.hotswap.coordinator.job_file import Setup, read_job, write_setup
 
-_ITERATIONS = 120
+_ITERATIONS = 160
 _PATIENCE_S = 240.0
 pytestmark = pytest.mark.timeout(900)
 
@@ -33,10 +33,10 @@ def until(happened: Callable[[], Any]) -> None:
 class Job:
     """A job whose coordinators are processes of their own."""
 
-    def __init__(self, run_dir: Path, store: str) -> None:
+    def __init__(self, run_dir: Path, store: str, spares: int) -> None:
         self.run_dir = run_dir
         command = argv(BY_TWO, _ITERATIONS, None, f"--hot-swap-store {store}")
-        self._launch = Launch(2, BY_TWO.world_size // 2, 1, str(ROOT / "pretrain_gpt.py"), command, run_dir)
+        self._launch = Launch(2, BY_TWO.world_size // 2, spares, str(ROOT / "pretrain_gpt.py"), command, run_dir)
         self._control = prepare(self._launch)
         write_setup(run_dir, Setup(self._control, store))
         self.coordinators: list[subprocess.Popen[bytes]] = []
@@ -55,7 +55,7 @@ class Job:
         job = read_job(self.run_dir)
         assert job is not None
         self.nodes = VirtualNodes(self._launch, job.coordinator, self._control.run_id)
-        for index in range(3):
+        for index in range(2 + self._launch.spares):
             self.nodes.start(f"node{index}")
 
     def leader(self) -> subprocess.Popen[bytes]:
@@ -98,9 +98,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]
 
 
 @contextlib.contextmanager
-def job(run_dir: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(run_dir: Path, store: str, spares: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    running = Job(run_dir, store)
+    running = Job(run_dir, store, spares)
     try:
         yield running
     finally:
@@ -117,7 +117,7 @@ def recoveries(run_dir: Path) -> list[tuple[str, list[str]]]:
 def test_a_coordinator_that_is_started_again_takes_up_its_journal(
     tmp_path: Path, reference: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with job(tmp_path / "run", "journal", monkeypatch) as running:
+    with job(tmp_path / "run", "journal", 2, monkeypatch) as running:
         serving = running.coordinator()
         running.start_nodes()
         until(lambda: running.written() >= 5)
@@ -126,10 +126,8 @@ def test_a_coordinator_that_is_started_again_takes_up_its_journal(
         before = running.written()
         time.sleep(3.0)  # steps are completed meanwhile, which nobody writes down
         serving = running.coordinator()
-        running.nodes.start("node3")  # it is told where the first coordinator was
         until(lambda: running.written() > before + 1)
         running.nodes.kill("node1")
-        until(lambda: [e for e in running.events("spare") if e["node"] == "node3"])
         until(lambda: running.events("recovered"))
         running.more_steps()
         serving.kill()
@@ -147,7 +145,7 @@ def test_under_etcd_the_node_of_the_coordinator_may_be_lost_and_a_frozen_one_com
     tmp_path: Path, reference: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "etcd").mkdir()
-    with EtcdServer(tmp_path / "etcd") as etcd, job(tmp_path / "run", etcd.name, monkeypatch) as running:
+    with EtcdServer(tmp_path / "etcd") as etcd, job(tmp_path / "run", etcd.name, 1, monkeypatch) as running:
         first = running.coordinator()
         running.start_nodes()
         second = running.coordinator()  # it stands by

@@ -172,7 +172,7 @@ def test_encrypted_snapshots_bring_a_lost_node_back(tmp_path: Path, reference_of
     assert not (run_dir / "credentials").exists()  # the job is over, and its secrets with it
     check_statuses(statuses)
     check_metrics(watcher)
-    check_scalars(tmp_path / "scalars", iterations)
+    check_scalars(tmp_path / "scalars", iterations, [sum(r["phases"].values()) for r in summary["recoveries"]])
 
 
 def check_metrics(watcher: Watcher) -> None:
@@ -198,13 +198,14 @@ def check_statuses(statuses: list[dict[str, Any]]) -> None:
     assert sorted(homes) == [0, 1, 2, 3] and all(rank["holders"] != [homes[rank["rank"]]] for rank in recovered[-1]["ranks"])
 
 
-def check_scalars(folder: Path, iterations: int) -> None:
-    """Every step has its stall; the count of recoveries outlives the rank that logs, which the first fault takes."""
+def check_scalars(folder: Path, iterations: int, recoveries_s: list[float]) -> None:
+    """Every step has its stall; the count of recoveries outlives the rank that logs, which the first fault takes. What a recovery took
+    for one rank is within what it took from fault to first step."""
     lines = [json.loads(line) for line in (folder / "scalars.jsonl").read_text().splitlines()]
     of = {name: [(step, value) for key, value, step in lines if key == f"hot-swap/{name}"] for name in SCALARS}
     assert {step for step, _ in of["exposed-stall-seconds"]} == set(range(1, iterations + 1))
     assert of["recoveries"][-1] == (iterations, 2) and [value for _, value in of["recoveries"]] == sorted(v for _, v in of["recoveries"])
-    assert len(of["recovery-seconds"]) == 2 and all(0 < value < 60 for _, value in of["recovery-seconds"])
+    assert all(0 < value < whole for (_, value), whole in zip(of["recovery-seconds"], recoveries_s, strict=True))
     assert all(step - 2 <= value <= step for step, value in of["committed-generation"])
     assert any(key == "learning-rate" for key, *_ in lines)  # Megatron's own, by the same writer
 
