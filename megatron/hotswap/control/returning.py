@@ -61,7 +61,7 @@ class Returning(Starting, abc.ABC):
             None if gathering else self.membership,
             self.phase is Phase.TRAINING or (self.phase is Phase.RETURNING and self._resumes),
             self.start,
-            self.fenced,
+            dict(self.fenced),  # it is recorded in another thread, and more may be given up meanwhile
             self.newest_step,
             self.durable_generation,
             self.durable_folder,

@@ -257,7 +257,8 @@ class Coordinator:
                 if lost := self._store.lost:
                     self.may_lead_again = True
                     return self._step_down(lost)
-                self._apply(self.control.tick(time.monotonic()))
+                if not self._first.waiting:
+                    self._apply(self.control.tick(time.monotonic()))
 
     def _apply(self, decisions: list[Decision]) -> None:
         """What is decided is recorded, then carried out."""
