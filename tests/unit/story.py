@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from megatron.hotswap.control import decided
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.config import Durable
 from megatron.hotswap.control.state import Control, ControlConfig, Log, Send
@@ -227,6 +228,25 @@ class Story:
     def do_inject(self, node: str, worker: str = "0", step: str = "") -> list[Any]:
         """A user asks for a fault."""
         return self._handle("", m.Inject(m.Injection("kill", "node", node, int(worker), int(step) if step else None)))
+
+    # ---- the coordinator is lost
+
+    def do_coordinator_lost(self, seconds: str = "1.0") -> None:
+        """Another one takes up what was recorded, so much later."""
+        self.now += float(seconds)
+        self.control = Control(self.control.config, decided.decode(decided.encode(self.control.decided)), self.now)
+
+    def do_back(self, *nodes: str, version: str = "", halted: str = "no", unknown: str = "") -> list[Any]:
+        """The nodes' agents have found it. `unknown`: workers whose process does not know its rank."""
+        c = self.control
+        members = c.membership.members if c.membership is not None else ()
+        out: list[Any] = []
+        for n in nodes:
+            life = self.lives[n]
+            ranks = {x.worker: r for r, x in enumerate(members) if x.incarnation == life and str(x.worker) not in unknown.split(",")}
+            join = m.Join(m.PROTOCOL, RUN_ID, TOKEN, n, life, c.config.ranks_per_node, f"{life}:h2h", "")
+            out += self._handle(life, m.Rejoin(join, int(version) if version else c.version, ranks, halted == "yes", 1.0))
+        return out
 
     # ---- durable generations
 
