@@ -52,6 +52,8 @@ class Outcome:
     last_rung: bool = False  # whether a generation was durable when the job ended
     refused: bool = False  # whether no durable generation could be begun from
     respawned: int = 0  # ranks that another process has read back from the slots
+    taken_up: int = 0  # coordinators that went on with what another one had begun
+    split: bool = False  # whether some hosts did not reach the others for a while
     faults: list[str] = field(default_factory=list)
 
 
@@ -377,6 +379,8 @@ def simulate(seed: int, change: Any = None) -> Outcome:
         control.exit_code in (1, 75) and "is durable in" in control.exit_reason,
         "no durable generation can be gone on from" in control.exit_reason,
         world.respawned,
+        world.coordinators.taken_up,
+        any("are cut off" in fault for fault in world.faults),
         world.faults,
     )
 
