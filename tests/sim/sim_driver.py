@@ -182,7 +182,7 @@ class World:
     @property
     def over(self) -> bool:
         """Whether it is recorded that the job has ended."""
-        return self.records.decided is not None and self.records.decided.exit_code is not None
+        return self.records.over
 
     def stand_still(self) -> None:
         """The coordinator does not get its turn for a while; then its timer goes off before it reads what has come meanwhile."""
@@ -345,9 +345,7 @@ class World:
         self.coordinators.begin()
         if self.pauses:
             self.stand_still()
-        while self.clock.now < TIME_MAX_S and not self.over:
-            if not self.clock.step():
-                break
+        self.clock.run(TIME_MAX_S, lambda: self.records.over)
         self.checkers.on_end()
 
 

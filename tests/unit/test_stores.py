@@ -183,17 +183,19 @@ def test_a_record_that_lands_late_does_not_overwrite_a_newer_one(server):
     arrived and only its answer was lost."""
     one = EtcdStore(server.name, "late")
     assert one.lead() is None
-    client, sent, arrives = one._clients[0], [], False
+    client, sent = one._clients[0], []
     transaction = client.transaction
 
     def times_out(asked):
         sent.append(asked)
-        if arrives:
-            transaction(asked)
         raise OSError("timed out")
 
-    for arrives in (False, True):
-        client.transaction = times_out
+    def is_not_heard(asked):
+        transaction(asked)
+        times_out(asked)
+
+    for broken in (times_out, is_not_heard):
+        client.transaction = broken
         with pytest.raises(OSError, match="timed out"):
             one.save(FIRST)
         client.transaction = transaction
