@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from sim_disk import DiskUser
+from sim_link import Link
 from sim_push import Push
 from sim_worker import FakeWorker
 from sim_world import RUN_ID, Node, Snapshot
 
 from megatron.hotswap.control import messages as m
-from megatron.hotswap.control.lease import COORDINATOR_LEASES
 from megatron.hotswap.errors import HotSwapError
 from megatron.hotswap.replication.transfer import ReplicaStore
 from megatron.hotswap.snapshot.layout import Header
@@ -38,14 +38,15 @@ class FakeAgent:
         self._replicated: dict[int, set[tuple[int, str]]] = {}
         self._pushing: set[int] = set()  # workers whose newest copy is on its way
         self._release_after: frozenset[int] | None = None
-        self._heard = world.clock.now
         self._sequence = 0
+        self.link = Link(self)
         self.disk = DiskUser(self)
 
     def begin(self) -> None:
         """Join; the workers become warm a while later."""
-        config = self.world.control.config
-        self.say(m.Join(m.PROTOCOL, config.run_id, config.token, self.node.name, self.incarnation, len(self.workers), self.incarnation))
+        config = self.world.config
+        workers = len(self.workers)
+        self.link.join(m.Join(m.PROTOCOL, config.run_id, config.token, self.node.name, self.incarnation, workers, self.incarnation))
         for worker in self.workers:
             self.node.after(self.world.clock.about(0.3), self._warm, worker)
         self._beat()
@@ -58,19 +59,15 @@ class FakeAgent:
         """To the coordinator."""
         if not self.ended:
             self.world.said(type(message))
-            self.world.uplinks[self.incarnation].send((self.incarnation, message))
+            self.link.say(message)
 
     def _beat(self) -> None:
         if self.ended:
             return
-        config = self.world.control.config
-        heard = max(self._heard, self.node.thawed_at)  # who stood still itself reads first what waits for it
-        if self.world.clock.now - heard > COORDINATOR_LEASES * config.lease_s:
-            self.end()
-            return
         self._sequence += 1
         self.say(m.Heartbeat(self._sequence))
-        self.node.after(config.heartbeat_interval_s, self._beat)
+        self.link.look()
+        self.link.after(self.link.interval_s, self._beat)
 
     def end(self) -> None:
         """The process ends, its workers with it."""
@@ -82,7 +79,6 @@ class FakeAgent:
 
     def obey(self, message: m.FromCoordinator) -> None:
         """One message of the coordinator."""
-        self._heard = self.world.clock.now
         if self.ended:
             return
         orders: dict[type, Callable[[Any], None]] = {
@@ -162,7 +158,7 @@ class FakeAgent:
     def _void(self, message: m.Void) -> None:
         for worker in self.workers:
             if worker.rank is not None:
-                worker.void = message.generation
+                worker.void = max(worker.void, message.generation)
                 if worker.replicated == message.generation:
                     worker.push_epoch += 1
                     self._pushing.discard(worker.index)
@@ -171,7 +167,7 @@ class FakeAgent:
     def _commit(self, message: m.Commit) -> None:
         for worker in self.workers:
             if worker.rank is not None:
-                worker.committed = message.generation
+                worker.committed = max(worker.committed, message.generation)
                 worker.words_changed()
         if self._release_after is not None and not self.replicas.frozen:
             self.replicas.drop(self._release_after)
@@ -192,7 +188,8 @@ class FakeAgent:
                 self.world.checkers.on_missing(plan, source, rank, missing)
                 return
             found = slots.snapshots[slot]
-            source.node.after(clock.about(self.world.h2h_s), lambda: self.node.after(clock.about(0.001), arrive, source, found))
+            takes_s, then_s = clock.about(self.world.h2h_s), clock.about(0.001)
+            source.node.after(takes_s, self.to_peer, source, self.node.after, then_s, arrive, source, found)
 
         def arrive(source: FakeAgent, found: Snapshot) -> None:
             if self._epoch != epoch:
@@ -210,9 +207,13 @@ class FakeAgent:
         def try_next() -> None:
             if sources:
                 source = sources.pop(0)
-                source.node.after(clock.about(0.002), ask, source)
+                self.to_peer(source, source.node.after, clock.about(0.002), ask, source)
 
         try_next()
+
+    def to_peer(self, peer: FakeAgent, call: Callable[..., None], *args: Any) -> None:
+        """What a message between the two causes: once they reach each other."""
+        self.world.network.across(self.node.name, peer.node.name, call, *args)
 
     def copies_changed(self) -> None:
         """A copy is complete: send it to its holder."""

@@ -42,7 +42,8 @@ class Returning(Starting, abc.ABC):
     def _take_up(self, decided: Decided, now: float) -> None:
         self.version, self.membership, self.fenced = decided.version, decided.membership, dict(decided.fenced)
         self.start, self._resumes = decided.start, decided.training
-        self.newest_step, self.stepped = decided.newest_step, decided.newest_step > 0
+        # Steps are not recorded. Where there is a membership there may have been some, and then one error is not the program's yet.
+        self.newest_step, self.stepped = decided.newest_step, decided.membership is not None
         self.durable_generation, self.durable_folder = decided.durable_generation, decided.durable_folder
         self.tried, self.attempts = decided.tried, decided.attempts
         if decided.exit_code is not None:
@@ -61,7 +62,7 @@ class Returning(Starting, abc.ABC):
             None if gathering else self.membership,
             self.phase is Phase.TRAINING or (self.phase is Phase.RETURNING and self._resumes),
             self.start,
-            self.fenced,
+            dict(self.fenced),  # it is recorded in another thread, and more may be given up meanwhile
             self.newest_step,
             self.durable_generation,
             self.durable_folder,
