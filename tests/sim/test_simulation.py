@@ -77,6 +77,7 @@ def test_a_coordinator_that_stands_still_gives_nobody_up():
 
     def only_pauses(world):
         world.pauses, world.faults_left = True, 0
+        world.coordinators.losses_left = world.network.splits_left = 0
         for folder in world.disk.folders.values():
             folder.damaged.clear()
 

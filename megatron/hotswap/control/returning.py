@@ -84,8 +84,9 @@ class Returning(Starting, abc.ABC):
             agent.ranks[worker] = rank
             if event.ranks.get(worker) == rank:
                 agent.ready.add(worker)
-        if self.phase is Phase.GATHERING and self.config.durable is not None and self.version > 0:
-            # It may be filling its slots for a membership that was never decided.
+        if not mine and self.config.durable is not None and self.version > 0:
+            # It may have filled its slots, or be filling them, for a membership that was never decided, or without it: as a spare it
+            # would take what it has there for its rank's.
             folder = self.config.durable.begin[self.tried :][:1]
             out += [Send(incarnation, m.Load(self.version, self.config.durable.root, x.folder, {})) for x in folder]
         if self.phase is not Phase.RETURNING or not mine:
