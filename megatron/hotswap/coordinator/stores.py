@@ -1,0 +1,1 @@
+JOURNAL = "journal"
