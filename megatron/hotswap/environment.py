@@ -107,7 +107,8 @@ def agent() -> AgentEnvironment:
         raise UsageError(
             "--hot-swap needs to know its coordinator and its node, and no launcher said so (missing: "
             + ", ".join(f"DEADPOOL_{n}" for n in missing)
-            + "); start the job by srun under Slurm, or on this machine with: deadpool run --nodes N --ranks-per-node R --spares S -- SCRIPT …"
+            + "); start the job by srun under Slurm, or on this machine with: deadpool run --nodes N --ranks-per-node R --spares S -- "
+            "SCRIPT …"
         )
     env = os.environ
     return AgentEnvironment(
@@ -127,7 +128,7 @@ def launched() -> bool:
 def slurm_task() -> SlurmTask | None:
     """What srun has told this process; None: it is no task of a job step. (A batch script has SLURM_JOB_ID, but is no task.)"""
     env = os.environ
-    if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID"} <= env.keys() or "SLURM_STEP_TASKS_PER_NODE" not in env:
+    if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"} <= env.keys():
         return None
     return SlurmTask(
         int(env["SLURM_JOB_ID"]),

@@ -12,7 +12,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tools" / "slurm_lab")]
 
-from lab import Lab, Settings, missing
+from lab import Lab, Settings, missing  # noqa: E402 - from the folder named above
 
 NODES = 7
 

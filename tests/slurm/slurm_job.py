@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import Lab
+
 from megatron.hotswap.cli.sbatch import BatchJob
 
 ROOT = Path(__file__).resolve().parents[2]

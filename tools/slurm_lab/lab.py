@@ -320,15 +320,19 @@ class Lab:
         deadline = time.monotonic() + timeout_s
         while not there():
             if time.monotonic() > deadline:
-                tails = [f"{p.name}: {' / '.join(p.read_text(errors='replace').splitlines()[-3:])}" for p in (self.folder / "log").iterdir()]
                 self.stop()
-                raise LabError(f"{what} did not come within {timeout_s:g} s; the ends of the logs:\n" + "\n".join(sorted(tails)))
+                tails = "\n".join(f"{p.name}: {_end_of(p)}" for p in sorted((self.folder / "log").iterdir()))
+                raise LabError(f"{what} did not come within {timeout_s:g} s; the ends of the logs:\n{tails}")
             time.sleep(_POLL_S)
 
 
 def _slurm_version() -> tuple[int, ...]:
     said = subprocess.run([_which("slurmctld") or "slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
     return tuple(int(part) for part in said.split()[-1].split(".")[:2])  # "slurm-wlm 22.05.8"
+
+
+def _end_of(log: Path) -> str:
+    return " / ".join(log.read_text(errors="replace").splitlines()[-3:])
 
 
 def _mode(path: Path) -> int:

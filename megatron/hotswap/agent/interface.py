@@ -36,8 +36,8 @@ def address_of(wanted: str | None, towards: str) -> str:
     if found is None:
         there = ", ".join(f"{name} {addresses[0]}" for name, addresses in here.items() if addresses)
         raise UsageError(
-            f"--hot-swap-interface {wanted}: host {socket.gethostname()} has no interface of that name, network or address; it has {there}; "
-            "name one of them, or a network (10.1.0.0/16) that each node has an address in"
+            f"--hot-swap-interface {wanted}: host {socket.gethostname()} has no interface of that name, network or address; it has "
+            f"{there}; name one of them, or a network (10.1.0.0/16) that each node has an address in"
         )
     return found
 

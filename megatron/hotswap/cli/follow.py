@@ -1,4 +1,4 @@
-"""`python -m megatron.hotswap.cli.follow RUN_DIR …`: shows a job from what its coordinator writes, as `deadpool run` shows one that it runs.
+"""`python -m megatron.hotswap.cli.follow RUN_DIR …`: shows a job from what its coordinator writes, as `deadpool run` shows its own.
 
 A process apart from the coordinator, since its output may go to somebody who does not read it. It ends when the job has ended.
 """

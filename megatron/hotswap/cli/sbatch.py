@@ -40,7 +40,8 @@ class BatchJob:
     def __post_init__(self) -> None:
         if self.nodes < 2:
             raise UsageError(
-                f"--nodes must be at least 2, got {self.nodes}: a rank and its replica must not be lost together; spread the ranks over two"
+                f"--nodes must be at least 2, got {self.nodes}: a rank and its replica must not be lost together; spread the ranks over "
+                "two"
             )
         if not 0 <= self.spares_min <= self.spares:
             raise UsageError(f"--spares-min must be between 0 and --spares ({self.spares}), got {self.spares_min}")
@@ -48,8 +49,8 @@ class BatchJob:
         if ranks < 1 or self.tasks_per_node not in (1, ranks):
             raise UsageError(
                 f"a node has one task for all of its ranks, or one for each: --gpus-per-node is {self.gpus_per_node}, --ranks-per-node "
-                f"{self.ranks_per_node}, --tasks-per-node {self.tasks_per_node}; give the number of GPUs (on CPUs --ranks-per-node), and 1 or "
-                "that number of tasks"
+                f"{self.ranks_per_node}, --tasks-per-node {self.tasks_per_node}; give the number of GPUs (on CPUs --ranks-per-node), and 1 "
+                "or that number of tasks"
             )
         for flag in _SET_BY_SCRIPT:
             if any(word == flag or word.startswith(f"{flag}=") for word in self.command):
@@ -140,7 +141,8 @@ echo "$SLURMD_NODENAME" > "$run/batch-host" # while it is there, this script mea
 for node in "${{nodes[@]}}"; do
     output=(--output="$run/logs/agent-%N-%t.log")
     [ "$node" = "${{nodes[-1]}}" ] && output=()
-    srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks={tasks} --ntasks-per-node={tasks} --nodelist="$node" {gpus}{srun}"${{output[@]}}" \
+    srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks={tasks} --ntasks-per-node={tasks} --nodelist="$node" \
+        {gpus}{srun}"${{output[@]}}" \
         "${{command[@]}}" --hot-swap-spares "$spares" --hot-swap-run-dir "$run" &
 done
 
@@ -181,11 +183,11 @@ def sbatch(
     constraint: Annotated[str | None, typer.Option("--constraint", help="Kind of node.")] = None,
     directive: Annotated[list[str] | None, typer.Option("--directive", metavar="FLAG", help="Another flag of sbatch; repeatable.")] = None,
     module: Annotated[list[str] | None, typer.Option("--module", help="A module to load; repeatable.")] = None,
-    setup: Annotated[list[str] | None, typer.Option("--setup", metavar="LINE", help="A line of shell before it starts; repeatable.")] = None,
+    setup: Annotated[list[str] | None, typer.Option("--setup", metavar="LINE", help="A line of shell at its start; repeatable.")] = None,
     container: Annotated[
         str, typer.Option("--container", metavar="WORDS", help="What runs python inside a container: 'apptainer exec --nv image.sif'.")
     ] = "",
-    srun: Annotated[str, typer.Option("--srun", metavar="FLAGS", help="More of srun's flags: '--container-image=…', '--cpu-bind=none'.")] = "",
+    srun: Annotated[str, typer.Option("--srun", metavar="FLAGS", help="More of srun's flags, such as '--container-image=…'.")] = "",
     python: Annotated[str, typer.Option("--python", help="The interpreter on the nodes.")] = "python",
     restarts_max: Annotated[int, typer.Option("--restarts-max", help="How often the job may be requeued.")] = 10,
     drain: Annotated[bool, typer.Option("--drain", help="Drain lost nodes, where this user may.")] = False,

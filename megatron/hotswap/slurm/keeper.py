@@ -130,10 +130,11 @@ def fatal_nodes(started: Started) -> list[str]:
     if config.store == JOURNAL:
         lines.append(
             f"  the loss of {node} ends this life of the job: its coordinator runs there, and records its decisions in the run directory "
-            "(with --hot-swap-store etcd://… any node may be lost); requeued, the job goes on from its newest durable generation or checkpoint"
+            "(with --hot-swap-store etcd://… any node may be lost); requeued, the job goes on from its newest durable generation or "
+            "checkpoint"
         )
     if not layout.spares:
-        lines.append("  there is no spare: a lost node has to come back, or the job is requeued; with --hot-swap-spares N, N nodes are kept")
+        lines.append("  there is no spare: after the loss of any node the job is requeued; --hot-swap-spares N keeps N nodes for that")
     return lines or ["  no single node is needed: the job survives the loss of any one"]
 
 

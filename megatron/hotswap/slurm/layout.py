@@ -61,8 +61,8 @@ def work_out(task: SlurmTask, spares: int, ranks_per_node: int | None, replicas:
     tasks = _tasks_per_node(task)
     if tasks > 1 and replicas > 1:
         raise UsageError(
-            f"{replicas} replicas of a snapshot are to be on as many nodes, and with {tasks} tasks on each node two of them might be on one: "
-            "start the job with --ntasks-per-node=1 (one agent for all ranks of a node), or leave --hot-swap-replicas at 1"
+            f"{replicas} replicas of a snapshot are to be on as many nodes, and with {tasks} tasks on each node two of them might be on "
+            "one: start the job with --ntasks-per-node=1 (one agent for all ranks of a node), or leave --hot-swap-replicas at 1"
         )
     if spares < 0 or len(nodes) - spares < 2:
         raise UsageError(
