@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,6 @@ from lab import Lab
 from slurm_job import batch, command, submit, until
 
 pytestmark = pytest.mark.timeout(600)
-FULL = os.environ.get("DEADPOOL_FULL_MATRIX") == "1"
 _STARTS_WITHIN_S = 240.0
 
 
@@ -35,3 +34,48 @@ def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
     finally:
         lab.run("scancel", job.number, check=False)
         lab.boot("n2")
+
+
+def test_the_coordinators_node_is_lost(lab: Lab, tmp_path: Path) -> None:
+    """The one node whose loss ends a life of the job, as the job has said. Its other tasks end, and it is requeued; what a user had
+    saved meanwhile, from the login node, is gone on from."""
+    save = tmp_path / "job" / "save"
+    words = command(400, save)
+    job = submit(lab, tmp_path / "job", batch(words, 2, 1, 0).text(), "--exclude=n1,n2,n3")
+    try:
+        until("training", lambda: job.events("start"), _STARTS_WITHIN_S)
+        assert "the loss of n6 ends this life of the job" in job.output.read_text()
+        job.goes_on()
+        deadpool = [sys.executable, "-m", "megatron.hotswap.cli.main"]
+        assert "is durable" in lab.run(*deadpool, "save", str(job.run_dir))
+        assert "spares: n6" in lab.run(*deadpool, "status", "--run-dir", str(job.run_dir))
+        saved = job.events("durable")[0]["generation"]
+        lab.poweroff("n6")
+        until("the requeued job", lambda: job.facts()["Restarts"] == "1")
+        first = dict(enumerate(job.steps(), 1))
+        job.life = 1
+        lab.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+        job_start = until("the second life", lambda: job.events("start"), _STARTS_WITHIN_S)[0]
+        assert (job_start["nodes"], job_start["generation"]) == (["n4", "n5"], saved)
+        job.goes_on()
+        again = [step for step in job.steps() if step[0] in first]
+        assert again == [first[step[0]] for step in again]
+    except BaseException:
+        print(job.told())
+        raise
+    finally:
+        lab.run("scancel", job.number, check=False)
+        lab.boot("n6")
+
+
+def test_a_mistake_ends_the_job_in_words_and_is_not_requeued(lab: Lab, tmp_path: Path) -> None:
+    """Whoever finds it, all tasks end with it: what only the keeper looks at, and what every task sees."""
+    uneven = submit(lab, tmp_path / "uneven", batch([*command(9, tmp_path / "uneven" / "save"), "--num-layers", "0"], 2, 0, 0).text())
+    until("its end", lambda: uneven.state() not in ("PENDING", "RUNNING", "COMPLETING"), _STARTS_WITHIN_S)
+    assert (uneven.state(), uneven.facts()["ExitCode"], uneven.facts()["Restarts"]) == ("FAILED", "2:0", "0")
+    assert "--num-layers must be at least 1, got 0" in uneven.output.read_text()
+    script = batch(command(9, tmp_path / "replicas" / "save"), 2, 0, 0, ranks_per_node=3, tasks_per_node=3).text()
+    replicas = submit(lab, tmp_path / "replicas", script.replace("--hot-swap-ranks-per-node 3", "--hot-swap-ranks-per-node 4"))
+    until("its end", lambda: replicas.state() not in ("PENDING", "RUNNING", "COMPLETING"), _STARTS_WITHIN_S)
+    assert (replicas.state(), replicas.facts()["ExitCode"]) == ("FAILED", "2:0")
+    assert "4 ranks do not divide by 3 tasks" in replicas.output.read_text()

@@ -117,7 +117,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "slurm": {
         *("agent", "cli", "config", "control", "coordinator", "environment", "errors", "host_list", "processes", "records"),
-        *("replication/transports", "security"),
+        *("replication/transports", "security", "slurm/layout"),
     },
     "slurm/layout": {"environment", "errors", "host_list"},
     "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "slurm", "worker"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from megatron.hotswap import environment
 from megatron.hotswap.agent.domain import failure_domain
 from megatron.hotswap.agent.interface import address_of
+from megatron.hotswap.cli.main import main
 from megatron.hotswap.cli.sbatch import BatchJob
 from megatron.hotswap.coordinator.job_file import Job
 from megatron.hotswap.environment import SlurmTask
@@ -19,6 +21,7 @@ from megatron.hotswap.slurm.layout import gpus_of, work_out
 from megatron.hotswap.slurm.run_files import forget_refusal, refusal, refuse, split_run_dir
 from megatron.hotswap.slurm.task import of_this_life
 
+ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = {
     "SLURM_JOB_ID": "71",
     "SLURM_JOB_NODELIST": "n[1-3]",
@@ -142,3 +145,21 @@ def test_what_the_script_cannot_be_written_for(others, rule):
     more = {"tasks_per_node": 1, "time": "1", "name": "x", "restarts_max": 1}
     with pytest.raises(UsageError, match=rule):
         BatchJob(**(described | more | others))
+
+
+def example_commands() -> list[list[str]]:
+    blocks = (ROOT / "examples" / "slurm" / "README.md").read_text().split("```")[1::2]
+    return [shlex.split(block.replace("\n", " ")) for block in blocks]
+
+
+@pytest.mark.parametrize("words", example_commands(), ids=lambda words: words[words.index("--name") + 1])
+def test_an_example_is_what_its_command_writes(words, tmp_path, monkeypatch):
+    """DEADPOOL_WRITE_EXAMPLES=1 writes them anew."""
+    at = words.index("--output") + 1
+    example = ROOT / words[at]
+    target = example if environment.os.environ.get("DEADPOOL_WRITE_EXAMPLES") == "1" else tmp_path / "job.sbatch"
+    monkeypatch.setattr("sys.argv", [*words[:at], str(target), *words[at + 1 :]])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert target.read_text() == example.read_text()

@@ -7,6 +7,7 @@ the file has one line a step, each as it finally counted.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections import deque
@@ -174,7 +175,7 @@ class Recorder:
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     """Replace summary.json, whole or not at all."""
-    temporary = run_dir / "summary.json.tmp"
+    temporary = run_dir / f"summary.json.{os.getpid()}"
     temporary.write_text(json.dumps(summary, indent=2) + "\n")
     temporary.replace(run_dir / "summary.json")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ..cli.checks import megatron_flags
+from ..coordinator.recorder import write_summary
 from ..environment import SlurmTask
 from ..errors import UsageError
 from ..records import read_object
@@ -53,10 +54,11 @@ def with_run_dir(argv: Sequence[str], run_dir: Path) -> list[str]:
 
 
 def refuse(run_dir: Path, task: SlurmTask, reason: str) -> None:
-    """Tell the tasks that wait that there will be no job."""
+    """Tell the tasks that wait that there will be no job; and the batch script its exit code, or it would have the job requeued."""
     temporary = run_dir / f"{_REFUSED}.{os.getpid()}"
     temporary.write_bytes(msgspec.json.encode(Refused(life(task), reason)))
     temporary.replace(run_dir / _REFUSED)
+    write_summary(run_dir, {"exit_code": 2, "ended": reason})
 
 
 def refusal(run_dir: Path, task: SlurmTask) -> str:
