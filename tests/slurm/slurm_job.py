@@ -19,7 +19,7 @@ from megatron.hotswap.cli.sbatch import BatchJob
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 "
-    "--global-batch-size 8 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --log-interval 1 --eval-iters 1 "
+    "--global-batch-size 32 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --log-interval 1 --eval-iters 1 "
     "--split 90,9,1 --num-workers 0 --hidden-dropout 0.1 --attention-dropout 0.1 --lr-decay-iters 1000 --eval-interval 100000 "
     "--use-distributed-optimizer --save-interval 100000 --ckpt-format torch"
 )
@@ -72,7 +72,7 @@ class Job:
 
     def steps(self) -> list[tuple[Any, ...]]:
         """What each step was, exactly, so far."""
-        return [(x["step"], x["loss_hex"], x["grad_norm_hex"], x["consumed_samples"]) for x in _lines(self.run_dir / "steps.jsonl")]
+        return steps_of(self.run_dir)
 
     def summary(self) -> dict[str, Any] | None:
         """Of its present life, once that is over."""
@@ -81,6 +81,12 @@ class Job:
         except (OSError, ValueError):
             return None
         return found
+
+    def begin_again(self, limit_s: float = 60.0) -> None:
+        """Once it has been requeued and its nodes are free. By itself Slurm begins such a job after two minutes."""
+        until("the requeued job", lambda: self.facts()["Restarts"] == str(self.life + 1) and self.state() == "PENDING", limit_s)
+        self.life += 1
+        self.lab.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def goes_on(self, steps: int = 3, limit_s: float = 60.0) -> None:
         """Wait until it has done some more steps."""
@@ -92,6 +98,11 @@ class Job:
         logs = sorted(self._save.glob("runs/*/logs/*.log"))
         tails = [f"== {p.name}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-8:]) for p in logs]
         return "\n".join([self.output.read_text(errors="replace")[-6000:] if self.output.exists() else "no output", *tails])
+
+
+def steps_of(run_dir: Path) -> list[tuple[Any, ...]]:
+    """What each step of a run was."""
+    return [(x["step"], x["loss_hex"], x["grad_norm_hex"], x["consumed_samples"]) for x in _lines(run_dir / "steps.jsonl")]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from lab import Lab
-from slurm_job import batch, command, submit, until
+from slurm_job import batch, command, steps_of, submit, until
 
 pytestmark = pytest.mark.timeout(600)
 _STARTS_WITHIN_S = 240.0
@@ -51,10 +51,9 @@ def test_the_coordinators_node_is_lost(lab: Lab, tmp_path: Path) -> None:
         assert "spares: n6" in lab.run(*deadpool, "status", "--run-dir", str(job.run_dir))
         saved = job.events("durable")[0]["generation"]
         lab.poweroff("n6")
-        until("the requeued job", lambda: job.facts()["Restarts"] == "1")
-        first = dict(enumerate(job.steps(), 1))
-        job.life = 1
-        lab.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+        run_dir = job.run_dir
+        job.begin_again()
+        first = {step[0]: step for step in steps_of(run_dir)}
         job_start = until("the second life", lambda: job.events("start"), _STARTS_WITHIN_S)[0]
         assert (job_start["nodes"], job_start["generation"]) == (["n4", "n5"], saved)
         job.goes_on()

@@ -3,16 +3,18 @@ it trains to its end. Every loss and gradient norm is that of a job that nothing
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from lab import Lab
-from slurm_job import Job, batch, command, kill, submit, tasks_on, training_on, until
+from slurm_job import Job, batch, command, kill, steps_of, submit, tasks_on, training_on, until
 
 pytestmark = pytest.mark.timeout(900)
-ITERATIONS = 300
+ITERATIONS = 400
 ACTIVE, SPARES = 2, 4
 _STARTS_WITHIN_S = 240.0
 
@@ -23,6 +25,13 @@ class Story:
     def __init__(self, lab: Lab, job: Job) -> None:
         self.lab, self.job = lab, job
         self.took_s: dict[str, float] = {}
+        self.again: subprocess.Popen[bytes] | None = None
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        if self.again is not None:
+            self.again.kill()
+            self.again.wait()
 
     def tell(self, what: str, happens: Callable[[], None]) -> None:
         """One scenario: it must be over, and training go on, within a minute."""
@@ -75,16 +84,29 @@ class Story:
         self.lab.plug("n5")
         until("the end of the ghosts on n5", lambda: not training_on(self.lab, "n5"))
 
+    def come_back(self) -> None:
+        """n2 was idle since its task was killed; another task on it is the next spare."""
+        words = command(ITERATIONS, self.job.run_dir.parents[1])
+        step = ("-N1", "-n1", "-w", "n2", f"--output={self.job.run_dir}/logs/agent-again-%N.log")
+        srun = ["srun", f"--jobid={self.job.number}", "--overlap", "--no-kill", *step, sys.executable, *words]
+        flags = ["--hot-swap", "--hot-swap-ranks-per-node", "1", "--hot-swap-spares", "4", "--hot-swap-run-dir", str(self.job.run_dir)]
+        self.again = subprocess.Popen(self.lab.login(*srun, *flags), stdin=subprocess.DEVNULL)
+        until("n2 as a spare", lambda: [e["node"] for e in self.job.events("spare")][SPARES:] == ["n2"])
+
     def batch_host_lost(self) -> None:
-        """It trains too, and nobody is left to replace it."""
-        began = time.monotonic()
+        """It trains too; the job goes on without anybody who waits for its end."""
         self.lab.poweroff("n1")
+        self._recovers("n1", "n2")
+
+    def no_spare_left(self) -> None:
+        """The keeper finds that the batch script is gone, and requeues the job in its place."""
+        began = time.monotonic()
+        self.lab.crash("n2")
         summary = until("the end of the first life", self.job.summary)
         assert summary["exit_code"] == 75, summary["ended"]
         self.took_s["no spare left: written, code 75"] = time.monotonic() - began
-        until("the requeued job", lambda: self.job.facts()["Restarts"] == "1")
-        self.took_s["batch host lost: requeued"] = time.monotonic() - began
-        self.lab.run("scontrol", "update", f"JobId={self.job.number}", "StartTime=now")  # by itself Slurm begins it two minutes later
+        self.job.begin_again()
+        self.took_s["no spare left, no batch script: requeued"] = time.monotonic() - began
 
 
 def test_a_job_to_which_everything_happens(lab: Lab, tmp_path: Path) -> None:
@@ -106,11 +128,12 @@ def test_a_job_to_which_everything_happens(lab: Lab, tmp_path: Path) -> None:
         story.tell("crash", story.crash)
         story.tell("unplug", story.unplug)
         story.tell("replug: ghosts fence themselves", story.replug)
+        story.tell("a node comes back as a spare", story.come_back)
+        story.tell("batch host lost", story.batch_host_lost)
         assert job.state() == "RUNNING"
-        story.batch_host_lost()
-        first = job.steps()
-
-        job.life = 1
+        run_dir = job.run_dir
+        story.no_spare_left()
+        first = steps_of(run_dir)
         began = time.monotonic()
         until("the second life's first step", job.steps, _STARTS_WITHIN_S)
         story.took_s["second life: to its first step"] = time.monotonic() - began
@@ -124,8 +147,9 @@ def test_a_job_to_which_everything_happens(lab: Lab, tmp_path: Path) -> None:
         raise
     finally:
         lab.run("scancel", job.number, check=False)
+        story.end()
         print("\n".join(f"{seconds:6.1f} s  {what}" for what, seconds in story.took_s.items()))
-    for node in ("n1", "n3", "n4"):
+    for node in ("n1", "n2", "n3", "n4"):
         lab.boot(node)
     assert first + job.steps() == undisturbed(lab, tmp_path / "undisturbed")
 

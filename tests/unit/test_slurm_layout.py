@@ -18,7 +18,7 @@ from megatron.hotswap.coordinator.job_file import Job
 from megatron.hotswap.environment import SlurmTask
 from megatron.hotswap.errors import UsageError
 from megatron.hotswap.slurm.layout import gpus_of, work_out
-from megatron.hotswap.slurm.run_files import forget_refusal, refusal, refuse, split_run_dir
+from megatron.hotswap.slurm.run_files import forget_refusal, read_layout, refusal, refuse, split_run_dir, write_layout
 from megatron.hotswap.slurm.task import of_this_life
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +111,15 @@ def test_a_refusal_reaches_the_tasks_that_wait_and_no_later_life(tmp_path):
     assert refusal(tmp_path, task()) == "no" and refusal(tmp_path, task(SLURM_RESTART_COUNT="1")) == ""
     forget_refusal(tmp_path)
     assert refusal(tmp_path, task()) == ""
+
+
+def test_a_task_that_is_started_later_is_told_the_layout(tmp_path):
+    """By then Slurm's own list is another: a lost node has left it."""
+    layout = work_out(task(), 1, None, 1)
+    assert read_layout(tmp_path, task()) is None
+    write_layout(tmp_path, task(), layout)
+    assert read_layout(tmp_path, task(SLURM_JOB_NODELIST="n[2-3]")) == layout
+    assert read_layout(tmp_path, task(SLURM_RESTART_COUNT="1")) is None
 
 
 def test_an_interface_is_named_by_name_network_or_address():

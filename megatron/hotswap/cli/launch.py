@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -15,18 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from .. import config
 from ..agent.inject import write_down
 from ..agent.scratch import sweep
 from ..control.messages import Injection
 from ..control.state import ControlConfig, Phase
+from ..coordinator.job_file import JOB_FILE, announce, running_job
 from ..coordinator.service import Coordinator, Scheduled
 from ..environment import AgentEnvironment
 from ..errors import UsageError
 from ..metrics import FOLDER as METRICS
-from ..records import read_object
 from ..replication.transports import make_transport
 from ..security import files as credentials
 from ..security.authority import issue, new_token
@@ -34,7 +31,6 @@ from .checks import check_command, check_nodes, flags_added_here, grid_of
 from .durable import durable_of
 from .networks import NodeNetworks
 
-JOB_FILE = "job.json"
 #: What a run leaves at the top of its directory; the next run there replaces it.
 _RUN_FILES = ("steps.jsonl", "events.jsonl", "summary.json", "injections.jsonl", "run.png")
 _REAP_TIMEOUT_S = 10.0
@@ -42,14 +38,6 @@ _REAP_TIMEOUT_S = 10.0
 _INTERRUPTED = 130
 _SHOW_INTERVAL_S = 0.1
 _LOG_LINES_SHOWN = 15
-
-
-class Job(msgspec.Struct, frozen=True):
-    """job.json: how the other commands find a job that runs."""
-
-    coordinator: str  # host:port
-    run_id: str
-    pid: int
 
 
 @dataclass
@@ -188,7 +176,7 @@ async def _run(
 ) -> int:
     coordinator = Coordinator(control, launch.run_dir, launch.faults)
     address = await coordinator.start(launch.host if networks is None else networks.address, launch.port)
-    _write_job_file(launch.run_dir, address, control)
+    announce(launch.run_dir, address, control.run_id)
     if flags.metrics_port:
         await coordinator.serve_metrics(flags.metrics_address, flags.metrics_port, address.rsplit(":", 1)[0])
     nodes = VirtualNodes(launch, address, control.run_id, networks)
@@ -286,23 +274,6 @@ def clear_run_files(run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def running_job(run_dir: Path) -> Job | None:
-    """What job.json says of the job that runs there, or None: no file, it is none of ours, or its process is gone."""
-    try:
-        job: Job = read_object(run_dir / JOB_FILE, Job)
-    except (OSError, UsageError):
-        return None
-    if not re.fullmatch(r"[\w.-]+:\d{1,5}", job.coordinator) or not 0 < job.pid < 1 << 31:  # 0 and less are whole groups of processes
-        return None
-    try:
-        os.kill(job.pid, 0)
-    except PermissionError:
-        return job
-    except OSError:
-        return None
-    return job
-
-
 async def _until_over(
     launch: Launch,
     coordinator: Coordinator,
@@ -353,11 +324,3 @@ async def _watch_cables(wanted: asyncio.Queue[tuple[str, str]], networks: NodeNe
         action, node = await wanted.get()
         write_down(Injection(action, "node", node), run_dir)  # type: ignore[arg-type]
         (networks.unplug if action == "unplug" else networks.plug)(node)
-
-
-def _write_job_file(run_dir: Path, address: str, control: ControlConfig) -> None:
-    """How `deadpool inject` finds the job. What it needs to be let in is in the credentials' folder."""
-    path = run_dir / JOB_FILE
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(Job(address, control.run_id, os.getpid())))

@@ -28,7 +28,7 @@ from ..replication.transports import protection
 from ..security import files as credentials
 from ..security.authority import issue
 from .batch_script import answer_for_batch_script
-from .run_files import forget_refusal, life, refuse
+from .run_files import forget_refusal, life, refuse, write_layout
 from .task import REQUEUE, Started, answers, gpu_variables, of_this_life, place_of, wait_for_job
 
 _POLL_S = 0.1
@@ -50,6 +50,7 @@ def keep(started: Started) -> int:
         try:
             forget_refusal(run_dir)
             _prepare(started, address)
+            write_layout(run_dir, task, started.layout)
         except UsageError as wrong:
             refuse(run_dir, task, str(wrong))
             raise

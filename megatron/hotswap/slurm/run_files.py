@@ -13,9 +13,11 @@ from ..coordinator.recorder import write_summary
 from ..environment import SlurmTask
 from ..errors import UsageError
 from ..records import read_object
+from .layout import Layout
 
 _FLAG = "--hot-swap-run-dir"
 _REFUSED = "refused.json"
+_LAYOUT = "layout.json"
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -23,6 +25,13 @@ class Refused(msgspec.Struct, frozen=True):
 
     life: str
     reason: str
+
+
+class Told(msgspec.Struct, frozen=True):
+    """layout.json: who trains and who is a spare in this life."""
+
+    life: str
+    layout: Layout
 
 
 def life(task: SlurmTask) -> str:
@@ -68,6 +77,22 @@ def refusal(run_dir: Path, task: SlurmTask) -> str:
     except (OSError, UsageError):
         return ""
     return said.reason if said.life == life(task) else ""
+
+
+def write_layout(run_dir: Path, task: SlurmTask, layout: Layout) -> None:
+    """For tasks that are started later, when Slurm's words may be others: a lost node leaves the job's list."""
+    temporary = run_dir / f"{_LAYOUT}.{os.getpid()}"
+    temporary.write_bytes(msgspec.json.encode(Told(life(task), layout)))
+    temporary.replace(run_dir / _LAYOUT)
+
+
+def read_layout(run_dir: Path, task: SlurmTask) -> Layout | None:
+    """What this life of the job began with; None: it has not begun."""
+    try:
+        told: Told = read_object(run_dir / _LAYOUT, Told)
+    except (OSError, UsageError):
+        return None
+    return told.layout if told.life == life(task) else None
 
 
 def forget_refusal(run_dir: Path) -> None:

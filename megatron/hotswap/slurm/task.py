@@ -16,7 +16,7 @@ from ..coordinator.stores import JOURNAL
 from ..environment import AgentEnvironment, SlurmTask
 from ..errors import UsageError
 from .layout import Layout, gpus_of, work_out
-from .run_files import life, refusal, refuse, split_run_dir, with_run_dir
+from .run_files import life, read_layout, refusal, refuse, split_run_dir, with_run_dir
 
 #: A large job's tasks do not start at once, and the coordinator's imports take their time on a busy file system.
 _WAIT_FOR_JOB_S = 600.0
@@ -58,7 +58,7 @@ def run_task(script: str, argv: Sequence[str], task: SlurmTask) -> int:
     config = parse(with_run_dir(rest, run_dir))
     make_run_dir(run_dir)
     try:
-        layout = work_out(task, config.spares, config.ranks_per_node, config.replicas)
+        layout = read_layout(run_dir, task) or work_out(task, config.spares, config.ranks_per_node, config.replicas)
     except UsageError as wrong:
         refuse(run_dir, task, str(wrong))
         raise
