@@ -24,10 +24,7 @@ MODEL = (
     "--use-distributed-optimizer --save-interval 100000 --ckpt-format torch"
 )
 #: A machine on which this runs may have fewer cores than the job has processes.
-DEADLINES = (
-    "--hot-swap-lease-s 5 --hot-swap-collective-timeout-s 60 --hot-swap-halt-timeout-s 120 --hot-swap-wait-for-spare-s 2 "
-    "--hot-swap-respawn-timeout-s 300"
-)
+DEADLINES = "--hot-swap-lease-s 5 --hot-swap-wait-for-spare-s 2 --hot-swap-respawn-timeout-s 300"
 _POLL_S = 0.1
 
 
@@ -83,10 +80,11 @@ class Job:
         return found
 
     def begin_again(self, limit_s: float = 60.0) -> None:
-        """Once it has been requeued and its nodes are free. By itself Slurm begins such a job after two minutes."""
+        """Once it has been requeued and its nodes are free. By itself Slurm begins such a job after two minutes; at once is too early, for
+        a node that has just ended a job takes its new credential for the old one, which is revoked."""
         until("the requeued job", lambda: self.facts()["Restarts"] == str(self.life + 1) and self.state() == "PENDING", limit_s)
         self.life += 1
-        self.lab.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        self.lab.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+3seconds")
 
     def goes_on(self, steps: int = 3, limit_s: float = 60.0) -> None:
         """Wait until it has done some more steps."""

@@ -20,10 +20,10 @@ import pytest
 
 from megatron.hotswap import config
 from megatron.hotswap.cli.client import call
-from megatron.hotswap.cli.launch import Job
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.config import ControlConfig
 from megatron.hotswap.coordinator import wire
+from megatron.hotswap.coordinator.job_file import Job
 from megatron.hotswap.coordinator.service import Coordinator
 from megatron.hotswap.errors import UsageError
 from megatron.hotswap.replication.transports import protection

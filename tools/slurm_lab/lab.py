@@ -124,12 +124,12 @@ class Lab:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def watch(self, owner: int) -> None:
-        """Be the watchdog: stop the cluster when its owner has ended."""
+        """Be the watchdog: when its owner has ended, stop the cluster and leave nothing of it."""
         began = start_time(owner)
         while start_time(owner) == began and self.pids.pid("ctl") is not None:
             time.sleep(1.0)
         self.pids.forget("watchdog")  # else stopping would end this process first
-        self.stop()
+        self.stop(clean=True)
 
     def settings(self) -> Settings:
         """What it was started with.

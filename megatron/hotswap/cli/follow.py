@@ -75,7 +75,7 @@ class Followed:
         elif kind == "end":
             control.exit_code, control.reason = data["code"], reason
             control.failed = tuple(data["failed"]) if data["failed"] else None
-        self.notices.append(Log(kind, reason, data))
+        self.notices.append(Log(kind=kind, reason=reason, data=data))
 
 
 class _Lines:
