@@ -19,7 +19,7 @@ from megatron.hotswap.cli.sbatch import BatchJob
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 "
-    "--global-batch-size 32 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --log-interval 1 --eval-iters 1 "
+    "--global-batch-size 16 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --log-interval 1 --eval-iters 1 "
     "--split 90,9,1 --num-workers 0 --hidden-dropout 0.1 --attention-dropout 0.1 --lr-decay-iters 1000 --eval-interval 100000 "
     "--use-distributed-optimizer --save-interval 100000 --ckpt-format torch"
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from lab import Lab
-from slurm_job import batch, command, steps_of, submit, until
+from slurm_job import Job, batch, command, kill, steps_of, submit, tasks_on, until
 
 pytestmark = pytest.mark.timeout(600)
 _STARTS_WITHIN_S = 240.0
@@ -36,11 +40,30 @@ def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
         lab.boot("n2")
 
 
+@contextlib.contextmanager
+def started_again(lab: Lab, job: Job, words: list[str], node: str) -> Iterator[None]:
+    """A node's task is killed, the spare takes its rank, and another task that a user starts on it is the next spare."""
+    (task,) = tasks_on(lab, node)
+    kill(task)
+    until("a recovery", lambda: job.events("recovered"))
+    known = len(job.events("spare"))
+    flags = ["--hot-swap", "--hot-swap-ranks-per-node", "1", "--hot-swap-spares", "1", "--hot-swap-run-dir", str(job.run_dir)]
+    srun = ["srun", f"--jobid={job.number}", "--overlap", "--no-kill", "-N1", "-n1", "-w", node, sys.executable, *words, *flags]
+    with subprocess.Popen(lab.login(*srun), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as again:
+        try:
+            until("another spare", lambda: len(job.events("spare")) > known)
+            assert job.events("spare")[-1]["node"] == node
+            yield
+        finally:
+            again.terminate()
+
+
+@pytest.mark.skipif(os.environ.get("DEADPOOL_FULL_MATRIX") != "1", reason="takes a minute and a half: make test-all runs it")
 def test_the_coordinators_node_is_lost(lab: Lab, tmp_path: Path) -> None:
     """The one node whose loss ends a life of the job, as the job has said. Its other tasks end, and it is requeued; what a user had
     saved meanwhile, from the login node, is gone on from."""
     save = tmp_path / "job" / "save"
-    words = command(400, save)
+    words = command(100_000, save)
     job = submit(lab, tmp_path / "job", batch(words, 2, 1, 0).text(), "--exclude=n1,n2,n3")
     try:
         until("training", lambda: job.events("start"), _STARTS_WITHIN_S)
@@ -50,7 +73,10 @@ def test_the_coordinators_node_is_lost(lab: Lab, tmp_path: Path) -> None:
         assert "is durable" in lab.run(*deadpool, "save", str(job.run_dir))
         assert "spares: n6" in lab.run(*deadpool, "status", "--run-dir", str(job.run_dir))
         saved = job.events("durable")[0]["generation"]
-        lab.poweroff("n6")
+        with started_again(lab, job, words, "n4"):
+            job.goes_on()
+            lab.poweroff("n6")
+            until("the end of the first life", lambda: job.facts()["Restarts"] == "1")
         run_dir = job.run_dir
         job.begin_again()
         first = {step[0]: step for step in steps_of(run_dir)}

@@ -165,6 +165,7 @@ FLAGS = {
     "--hot-swap-interface",
     "--hot-swap-transport",
     "--hot-swap-encrypt",
+    "--hot-swap-store",
     "--hot-swap-spares",
     "--hot-swap-ranks-per-node",
     "--hot-swap-metrics-port",
