@@ -29,6 +29,7 @@ class HotSwapConfig:
     wait_for_spare_s: float
     respawn_timeout_s: float
     respawn_window_s: float
+    coordinator_timeout_s: float
     store: str
     hang_factor: float
     hang_min_s: float
@@ -49,8 +50,7 @@ class HotSwapConfig:
     metrics_address: str
 
     def __post_init__(self) -> None:
-        positive = ("lease_s", "heartbeat_interval_s", "halt_timeout_s", "resume_timeout_s", "collective_timeout_s", "respawn_timeout_s")
-        for name in positive:
+        for name in (field.name for field in fields(self) if field.name.endswith(("_timeout_s", "lease_s", "interval_s"))):
             value = getattr(self, name)
             if value <= 0:
                 raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be greater than 0, got {value}")
@@ -138,6 +138,14 @@ _DEADLINES = (
         "a job in which no rank comes any further for N of its normal steps hangs: all ranks begin again in place, and those that do not "
         "answer are started again; evaluations and checkpoints are not judged (default: %(default)s)",
     ),
+    _Flag(
+        "coordinator-timeout-s",
+        float,
+        300.0,
+        "S",
+        "how long an agent looks for a coordinator that it has lost, or another in its place; training goes on meanwhile "
+        "(default: %(default)s)",
+    ),
     _Flag("hang-min-s", float, 30.0, "S", "the least time without progress that is taken for a hang (default: %(default)s)"),
 )
 _SNAPSHOTS = (
@@ -222,7 +230,16 @@ _SNAPSHOTS = (
         choices=("no", "yes"),
     ),
 )
-_CONTROL = (_Flag("store", str, "journal", "X", "temporary"),)
+_CONTROL = (
+    _Flag(
+        "store",
+        str,
+        "journal",
+        "journal|etcd://HOST:PORT[,…]",
+        "where the coordinator records its decisions: a file of the run directory, from which it can be started again, or etcd, with which "
+        "the node that it runs on may be lost (default: %(default)s)",
+    ),
+)
 _SLURM = (
     _Flag(
         "spares",

@@ -24,6 +24,7 @@ class AgentEnvironment:
     node: str
     workers: int
     host: str = ""  # the machine, where several agents are on it, each a node by a name of its own
+    launcher_pid: int | None = None  # whose death is this agent's end, where it was started on the same machine
 
     def export(self) -> dict[str, str]:
         """The variables that say this."""
@@ -33,6 +34,7 @@ class AgentEnvironment:
             "DEADPOOL_NODE": self.node,
             "DEADPOOL_WORKERS": str(self.workers),
             **({"DEADPOOL_HOST": self.host} if self.host else {}),
+            **({"DEADPOOL_LAUNCHER_PID": str(self.launcher_pid)} if self.launcher_pid is not None else {}),
         }
 
 
@@ -117,6 +119,7 @@ def agent() -> AgentEnvironment:
         env["DEADPOOL_NODE"],
         int(env["DEADPOOL_WORKERS"]),
         env.get("DEADPOOL_HOST", ""),
+        int(env["DEADPOOL_LAUNCHER_PID"]) if "DEADPOOL_LAUNCHER_PID" in env else None,
     )
 
 

@@ -44,7 +44,7 @@ class Running:
 
     async def __aenter__(self):
         self.token = authority.issue(self.run_dir, RUN)
-        self.coordinator = Coordinator(ControlConfig(RUN, self.token, Grid(2), 2, 0), self.run_dir)
+        self.coordinator = Coordinator.with_journal(ControlConfig(RUN, self.token, Grid(2), 2, 0), self.run_dir)
         self.address = await self.coordinator.start("127.0.0.1", 0)
         return self
 

@@ -21,6 +21,7 @@ from ..control.messages import Injection
 from ..control.state import ControlConfig, Phase
 from ..coordinator.job_file import JOB_FILE, announce, running_job
 from ..coordinator.service import Coordinator, Scheduled
+from ..coordinator.store import JOURNAL
 from ..environment import AgentEnvironment
 from ..errors import UsageError
 from ..metrics import FOLDER as METRICS
@@ -32,7 +33,7 @@ from .durable import durable_of
 from .networks import NodeNetworks
 
 #: What a run leaves at the top of its directory; the next run there replaces it.
-_RUN_FILES = ("steps.jsonl", "events.jsonl", "summary.json", "injections.jsonl", "run.png")
+_RUN_FILES = ("steps.jsonl", "events.jsonl", "summary.json", "injections.jsonl", "run.png", JOURNAL)
 _REAP_TIMEOUT_S = 10.0
 #: Exit code of a job that its user has ended: 128 + SIGINT, as shells have it.
 _INTERRUPTED = 130
@@ -78,7 +79,7 @@ class VirtualNodes:
         if self._over:
             return
         launch = self._launch
-        place = AgentEnvironment(*self._place, node=node, workers=launch.ranks_per_node)
+        place = AgentEnvironment(*self._place, node=node, workers=launch.ranks_per_node, launcher_pid=os.getpid())
         flags = ["--hot-swap", "--hot-swap-run-dir", str(launch.run_dir)]
         within = [] if self.networks is None else self.networks.command(node)
         with open(self.log(node), "ab") as out:
@@ -174,7 +175,7 @@ async def _run(
     show: Callable[[Coordinator], None],
     started: Callable[[ControlConfig, VirtualNodes], None],
 ) -> int:
-    coordinator = Coordinator(control, launch.run_dir, launch.faults)
+    coordinator = Coordinator.with_journal(control, launch.run_dir, launch.faults)
     address = await coordinator.start(launch.host if networks is None else networks.address, launch.port)
     announce(launch.run_dir, address, control.run_id)
     if flags.metrics_port:
