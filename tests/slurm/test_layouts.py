@@ -63,7 +63,7 @@ def test_the_coordinators_node_is_lost(lab: Lab, tmp_path: Path) -> None:
     """The one node whose loss ends a life of the job, as the job has said. Its other tasks end, and it is requeued; what a user had
     saved meanwhile, from the login node, is gone on from."""
     save = tmp_path / "job" / "save"
-    words = command(100_000, save)
+    words = command(100_000, save, "--hot-swap-coordinator-timeout-s 5")
     job = submit(lab, tmp_path / "job", batch(words, 2, 1, 0).text(), "--exclude=n1,n2,n3")
     try:
         until("training", lambda: job.events("start"), _STARTS_WITHIN_S)

@@ -19,7 +19,7 @@ from ..cli.durable import describe
 from ..cli.launch import Launch, clear_run_files, control_of
 from ..control.config import ControlConfig
 from ..coordinator.__main__ import LEFT
-from ..coordinator.job_file import Job, Setup, read_job, read_setup, write_setup
+from ..coordinator.job_file import Job, Setup, read_setup, write_setup
 from ..coordinator.recorder import read_exit_code
 from ..coordinator.stores import JOURNAL
 from ..errors import UsageError
@@ -29,7 +29,7 @@ from ..security import files as credentials
 from ..security.authority import issue
 from .batch_script import answer_for_batch_script
 from .run_files import forget_refusal, life, refuse, write_layout
-from .task import REQUEUE, Started, answers, gpu_variables, of_this_life, place_of, wait_for_job
+from .task import REQUEUE, Started, gpu_variables, place_of, wait_for_job
 
 _POLL_S = 0.1
 #: A coordinator that dies so often in this time has a fault that starting it again does not mend.
@@ -56,14 +56,12 @@ def keep(started: Started) -> int:
             raise
     with _Children(started, address) as children:
         if first:
-            running = read_job(run_dir)
-            if running is None or not of_this_life(running, task) or not answers(running):
-                children.start_coordinator()
+            children.start_coordinator()
             children.start_display()
         job = wait_for_job(run_dir, task)
         if job is None:
             return REQUEUE
-        if not first:  # it stands by, until the store lets it lead
+        if not first:  # it stands by, until etcd lets it lead
             children.start_coordinator()
         children.start_agent(job)
         code = children.until_over()
@@ -192,14 +190,12 @@ class _Children:
             return None
         if written is not None:
             return written
-        if status == LEFT:
-            self._coordinator = None
-            return None
         now = time.monotonic()
         self._deaths = [*(t for t in self._deaths if now - t < _DEATHS_WITHIN_S), now]
         again = status != 2 and len(self._deaths) < _DEATHS_MAX
-        told = "it is started again, and takes the job up" if again else "it is not started again"
-        print(f"deadpool: the coordinator {end_in_words(status)}; {told}", file=sys.stderr, flush=True)
+        told = "it is started again, and takes the job up if nobody else has it" if again else "it is not started again"
+        how = "has left the job" if status == LEFT else end_in_words(status)
+        print(f"deadpool: the coordinator {how}; {told}", file=sys.stderr, flush=True)
         if not again:
             return status if status > 0 else 1
         self.start_coordinator()
