@@ -148,6 +148,11 @@ def training_on(lab: Lab, node: str) -> list[int]:
     return [pid for pid in lab.processes(node) if b"python" in _words(pid)]
 
 
+def coordinators_on(lab: Lab, node: str) -> list[int]:
+    """The coordinator's process on a node, if it has one."""
+    return [pid for pid in lab.processes(node) if b"megatron.hotswap.coordinator" in _words(pid)]
+
+
 def _words(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()

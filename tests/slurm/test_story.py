@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lab import Lab
-from slurm_job import Job, batch, command, kill, steps_of, submit, tasks_on, training_on, until
+from slurm_job import Job, batch, command, coordinators_on, kill, steps_of, submit, tasks_on, training_on, until
 
 pytestmark = pytest.mark.timeout(900)
 ITERATIONS = 250
@@ -48,6 +48,14 @@ class Story:
         (task,) = tasks_on(self.lab, "n2")
         kill(task)
         self._recovers("n2", "n4")
+
+    def coordinator_killed(self) -> None:
+        """Only its process: its task starts it again, and it takes the job up, in which nothing has happened."""
+        (coordinator,) = coordinators_on(self.lab, "n7")
+        kill(coordinator)
+        until("the coordinator's return", lambda: self.job.events("coordinator-back"))
+        assert len(self.job.events("recovery")) == 1
+        assert "the coordinator was killed by SIGKILL; it is started again" in self.job.output.read_text()
 
     def slurmd_killed(self) -> None:
         self.lab.kill_slurmd("n1")
@@ -105,6 +113,7 @@ def test_a_job_to_which_everything_happens(lab: Lab, tmp_path: Path) -> None:
         assert job.events("start")[0]["spares"] == ["n3", "n4", "n5", "n6", "n7"]
         story.tell("spare lost", story.spare_lost)
         story.tell("one task killed", story.task_killed)
+        story.tell("coordinator killed", story.coordinator_killed)
         story.tell("slurmd killed and restarted", story.slurmd_killed)
         story.tell("slurmctld killed and restarted", story.slurmctld_killed)
         story.tell("crash", story.crash)

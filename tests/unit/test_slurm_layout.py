@@ -145,7 +145,11 @@ def test_the_script_is_one_that_bash_reads(tmp_path):
     [
         ({"nodes": 1}, "--nodes must be at least 2, got 1"),
         ({"spares_min": 4}, "--spares-min must be between 0 and --spares"),
-        ({"gpus_per_node": 0}, "one task for all of its ranks, or one for each"),
+        ({"spares": -1}, "--spares and --restarts-max are at least 0, got -1 and 1"),
+        ({"gpus_per_node": 0}, "how many ranks has a node"),
+        ({"tasks_per_node": 3}, "one task for all of its 4 ranks, or one for each"),
+        ({"command": ["x.py", "--hot-swap-replicas", "2"]}, "more --nodes than replicas"),
+        ({"nodes": 3, "tasks_per_node": 4, "command": ["x.py", "--hot-swap-replicas", "2"]}, "more than one replica --tasks-per-node 1"),
         ({"command": ["x.py", "--hot-swap-spares", "1"]}, "--hot-swap-spares is set by the script itself"),
     ],
 )

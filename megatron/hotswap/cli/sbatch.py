@@ -43,19 +43,27 @@ class BatchJob:
                 f"--nodes must be at least 2, got {self.nodes}: a rank and its replica must not be lost together; spread the ranks over "
                 "two"
             )
+        if self.spares < 0 or self.restarts_max < 0:
+            raise UsageError(f"--spares and --restarts-max are at least 0, got {self.spares} and {self.restarts_max}")
         if not 0 <= self.spares_min <= self.spares:
             raise UsageError(f"--spares-min must be between 0 and --spares ({self.spares}), got {self.spares_min}")
         ranks = self.ranks_per_node or self.gpus_per_node
-        if ranks < 1 or self.tasks_per_node not in (1, ranks):
+        if ranks < 1:
+            raise UsageError("how many ranks has a node? Give --gpus-per-node N, or on CPUs --ranks-per-node R")
+        if self.tasks_per_node not in (1, ranks):
             raise UsageError(
-                f"a node has one task for all of its ranks, or one for each: --gpus-per-node is {self.gpus_per_node}, --ranks-per-node "
-                f"{self.ranks_per_node}, --tasks-per-node {self.tasks_per_node}; give the number of GPUs (on CPUs --ranks-per-node), and 1 "
-                "or that number of tasks"
+                f"a node has one task for all of its {ranks} ranks, or one for each: give --tasks-per-node 1 or {ranks}, got "
+                f"{self.tasks_per_node}"
             )
         for flag in _SET_BY_SCRIPT:
             if any(word == flag or word.startswith(f"{flag}=") for word in self.command):
                 raise UsageError(f"{flag} is set by the script itself: leave it out after --, and describe the nodes before it")
-        parse(self.command[1:])  # refuses what cannot be
+        replicas = parse(self.command[1:]).replicas  # refuses what cannot be
+        if replicas >= self.nodes or (replicas > 1 and self.tasks_per_node > 1):
+            raise UsageError(
+                f"{replicas} replicas of a snapshot are to be on as many other nodes: give more --nodes than replicas (got {self.nodes}), "
+                f"and for more than one replica --tasks-per-node 1 (got {self.tasks_per_node}), an agent for all ranks of a node"
+            )
         grid_of(self.command[1:], self.nodes * ranks)
 
     def text(self) -> str:
@@ -177,9 +185,9 @@ def sbatch(
     tasks_per_node: Annotated[int, typer.Option("--tasks-per-node", help="1: an agent for the whole node; or one for each rank.")] = 1,
     time: Annotated[str, typer.Option("--time", help="Time limit, as Slurm writes it.")] = "24:00:00",
     name: Annotated[str, typer.Option("--name", help="Name of the job.")] = "deadpool",
-    account: Annotated[str | None, typer.Option("--account")] = None,
-    partition: Annotated[str | None, typer.Option("--partition")] = None,
-    qos: Annotated[str | None, typer.Option("--qos")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="As Slurm's: who pays.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="As Slurm's: where it waits.")] = None,
+    qos: Annotated[str | None, typer.Option("--qos", help="As Slurm's: quality of service.")] = None,
     constraint: Annotated[str | None, typer.Option("--constraint", help="Kind of node.")] = None,
     directive: Annotated[list[str] | None, typer.Option("--directive", metavar="FLAG", help="Another flag of sbatch; repeatable.")] = None,
     module: Annotated[list[str] | None, typer.Option("--module", help="A module to load; repeatable.")] = None,
@@ -204,6 +212,9 @@ def sbatch(
     if output is None:
         print(job.text(), end="")
         return
-    output.write_text(job.text())
-    output.chmod(0o755)
+    try:
+        output.write_text(job.text())
+        output.chmod(0o755)
+    except OSError as failure:
+        raise UsageError(f"the script cannot be written: {failure}; give another --output, or none to have it shown") from failure
     print(f"deadpool: submit it with: sbatch {output}")

@@ -194,7 +194,7 @@ class _Children:
         self._deaths = [*(t for t in self._deaths if now - t < _DEATHS_WITHIN_S), now]
         again = status != 2 and len(self._deaths) < _DEATHS_MAX
         told = "it is started again, and takes the job up if nobody else has it" if again else "it is not started again"
-        how = "has left the job" if status == LEFT else end_in_words(status)
+        how = "has left the job" if status == LEFT else f"{'was ' if status < 0 else ''}{end_in_words(status)}"
         print(f"deadpool: the coordinator {how}; {told}", file=sys.stderr, flush=True)
         if not again:
             return status if status > 0 else 1

@@ -146,9 +146,9 @@ def _gloo_backend(
 
 
 def _while(require_wanted: Callable[[], None], connect: Callable[[], Any]) -> Any:
-    """Connect, as long as that is wanted. gloo connects a whole group in one call, and a member that waits there for one that has died
-    has no socket whose end would wake it: only the group's timeout does, minutes later. So that call is left to a thread, which goes on
-    alone if it is not wanted any more, and ends by that timeout."""
+    """Connect, as long as that is wanted. gloo connects a whole group in one call. Where a member has died it may wait in there for good:
+    the end of its sockets does not wake it, nor does its own timeout (seen with torch 2.13: 90 s with a timeout of 10 s). So that call is
+    left to a thread, and the thread to itself once nobody wants the group any more."""
     made: list[Any] = []
     failed: list[BaseException] = []
 
