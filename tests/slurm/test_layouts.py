@@ -19,7 +19,7 @@ _STARTS_WITHIN_S = 240.0
 
 def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
     """Two tasks on each node are two agents of one failure domain: both are lost with their node, and two of the spare take over."""
-    words = command(60, tmp_path / "job" / "save", "--tensor-model-parallel-size 2")
+    words = command(25, tmp_path / "job" / "save", "--tensor-model-parallel-size 2")
     job = submit(lab, tmp_path / "job", batch(words, 2, 1, 1, ranks_per_node=2, tasks_per_node=2).text(), "--nodelist=n1,n2,n3")
     try:
         start = until("training", lambda: job.events("start"), _STARTS_WITHIN_S)[0]
@@ -31,7 +31,7 @@ def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
         until("a recovery", lambda: job.events("recovered"))
         assert sorted(e["node"] for e in job.events("assign")) == ["n3.0", "n3.1"]
         until("the end", lambda: job.state() not in ("RUNNING", "COMPLETING"), _STARTS_WITHIN_S)
-        assert job.state() == "COMPLETED" and len(job.steps()) == 60
+        assert job.state() == "COMPLETED" and len(job.steps()) == 25
     except BaseException:
         print(job.told())
         raise
