@@ -28,7 +28,8 @@ test: $(READY)
 	@failed=; set -x; \
 	$(TESTS) -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) tests/style tests/unit tests/sim \
 		|| [ $$? -eq 5 ] || failed="style, unit or sim"; \
-	$(TESTS) $(PYTEST_ARGS) tests/conformance tests/distributed tests/gpu || [ $$? -eq 5 ] || failed="$$failed conformance or distributed"; \
+	$(TESTS) $(PYTEST_ARGS) tests/conformance tests/distributed tests/gpu tests/slurm || [ $$? -eq 5 ] \
+		|| failed="$$failed conformance, distributed or slurm"; \
 	set +x; [ -z "$$failed" ] || { echo "make test: a test failed in: $$failed (the summaries stand above)" >&2; exit 1; }
 
 # The whole matrix of faults, phases and grids, however long it takes, after lint and types.

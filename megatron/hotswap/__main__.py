@@ -16,9 +16,14 @@ from .errors import HotSwapError
 
 def run_as_agent(script: str, argv: Sequence[str]) -> int:
     """Be the agent of this node for `script argv…`; returns the exit code."""
-    from .agent.main import run_agent
-
+    task = None if environment.launched() else environment.slurm_task()
     try:
+        if task is not None:
+            from .slurm.task import run_task
+
+            return run_task(script, argv, task)
+        from .agent.main import run_agent
+
         return run_agent(config.parse(argv), [script, *argv], {})
     except HotSwapError as failure:
         print(f"deadpool: {failure}", file=sys.stderr)

@@ -44,6 +44,8 @@ class HotSwapConfig:
     encrypt: bool
     rebuild: str  # selective or all
     check_groups: str  # no or yes
+    spares: int  # nodes, under Slurm
+    ranks_per_node: int | None  # under Slurm; None: its GPUs
     metrics_port: int  # 0: none are served
     metrics_address: str
 
@@ -196,8 +198,9 @@ _SNAPSHOTS = (
         "interface",
         str,
         None,
-        "ADDRESS",
-        "address of the network interface that snapshots travel over (default: the one that reaches the coordinator)",
+        "NAME|NETWORK|ADDRESS",
+        "network interface that snapshots travel over: its name (hsn0), a network that it is in (10.1.0.0/16), or its address on this node "
+        "(default: the one that reaches the coordinator)",
     ),
     _Flag(
         "transport",
@@ -237,6 +240,22 @@ _CONTROL = (
         "the node that it runs on may be lost (default: %(default)s)",
     ),
 )
+_SLURM = (
+    _Flag(
+        "spares",
+        int,
+        0,
+        "N",
+        "under Slurm: keep the job's last N nodes as spares, warm to take over (default: %(default)s; deadpool run has --spares)",
+    ),
+    _Flag(
+        "ranks-per-node",
+        int,
+        None,
+        "R",
+        "under Slurm: ranks of each node (default: as many as it has given the job GPUs there; deadpool run has --ranks-per-node)",
+    ),
+)
 _WATCHING = (
     _Flag(
         "metrics-port",
@@ -273,7 +292,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="encrypt snapshots on their way between nodes (transport tcp), with TLS 1.3; docs/security.md says what that costs. "
         "Control traffic is encrypted always",
     )
-    for flag in (*_DEADLINES, *_SNAPSHOTS, *_CONTROL, *_WATCHING):
+    for flag in (*_DEADLINES, *_SNAPSHOTS, *_CONTROL, *_SLURM, *_WATCHING):
         group.add_argument(
             f"--hot-swap-{flag.name}", type=flag.kind, default=flag.default, metavar=flag.metavar, help=flag.help, choices=flag.choices
         )

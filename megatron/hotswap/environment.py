@@ -1,12 +1,14 @@
 """The environment, read here and nowhere else, once, at start.
 
-Whoever starts an agent (`deadpool run`, later Slurm) tells it its place in these variables; an agent tells its workers theirs.
+Whoever starts an agent tells it its place in these variables: `deadpool run` in its own, Slurm in those that srun sets for a task
+(slurm/ makes a place out of them). An agent tells its workers theirs.
 """
 
 from __future__ import annotations
 
 import getpass
 import os
+import socket
 import tempfile
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ class AgentEnvironment:
     run_id: str
     node: str
     workers: int
+    host: str = ""  # the machine, where several agents are on it, each a node by a name of its own
     launcher_pid: int | None = None  # whose death is this agent's end, where it was started on the same machine
 
     def export(self) -> dict[str, str]:
@@ -30,6 +33,7 @@ class AgentEnvironment:
             "DEADPOOL_RUN_ID": self.run_id,
             "DEADPOOL_NODE": self.node,
             "DEADPOOL_WORKERS": str(self.workers),
+            **({"DEADPOOL_HOST": self.host} if self.host else {}),
             **({"DEADPOOL_LAUNCHER_PID": str(self.launcher_pid)} if self.launcher_pid is not None else {}),
         }
 
@@ -66,6 +70,23 @@ class WorkerEnvironment:
         }
 
 
+@dataclass(frozen=True)
+class SlurmTask:
+    """What srun tells a task. Lists of hosts are as Slurm writes them, "n[1-3,7]"."""
+
+    job: int
+    restarts: int  # how often the job has been requeued
+    job_nodes: str
+    step_nodes: str
+    step_tasks_per_node: str  # "2(x3),1"
+    node_index: int  # in the step
+    local_index: int  # of the task on its node
+    node: str
+    gpus_on_node: int
+    visible_gpus: tuple[str, ...]  # that this task sees, where somebody has said so
+    srun_address: str  # of the host that srun runs on
+
+
 def _compile_cache() -> str:
     """Where torch's compiler keeps its results. By default that is below TMPDIR, but they are to outlive a worker: the next job, and a
     spare, are to find them."""
@@ -88,7 +109,8 @@ def agent() -> AgentEnvironment:
         raise UsageError(
             "--hot-swap needs to know its coordinator and its node, and no launcher said so (missing: "
             + ", ".join(f"DEADPOOL_{n}" for n in missing)
-            + "); start the job with: deadpool run --nodes N --ranks-per-node R --spares S -- SCRIPT …"
+            + "); start the job by srun under Slurm, or on this machine with: deadpool run --nodes N --ranks-per-node R --spares S -- "
+            "SCRIPT …"
         )
     env = os.environ
     return AgentEnvironment(
@@ -96,7 +118,33 @@ def agent() -> AgentEnvironment:
         env["DEADPOOL_RUN_ID"],
         env["DEADPOOL_NODE"],
         int(env["DEADPOOL_WORKERS"]),
+        env.get("DEADPOOL_HOST", ""),
         int(env["DEADPOOL_LAUNCHER_PID"]) if "DEADPOOL_LAUNCHER_PID" in env else None,
+    )
+
+
+def launched() -> bool:
+    """Whether a launcher of ours has told this process its place."""
+    return "DEADPOOL_COORDINATOR" in os.environ
+
+
+def slurm_task() -> SlurmTask | None:
+    """What srun has told this process; None: it is no task of a job step. (A batch script has SLURM_JOB_ID, but is no task.)"""
+    env = os.environ
+    if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"} <= env.keys():
+        return None
+    return SlurmTask(
+        int(env["SLURM_JOB_ID"]),
+        int(env.get("SLURM_RESTART_COUNT") or 0),
+        env.get("SLURM_JOB_NODELIST") or env["SLURM_STEP_NODELIST"],
+        env["SLURM_STEP_NODELIST"],
+        env["SLURM_STEP_TASKS_PER_NODE"],
+        int(env.get("SLURM_NODEID") or 0),
+        int(env["SLURM_LOCALID"]),
+        env.get("SLURMD_NODENAME") or socket.gethostname(),
+        int(env.get("SLURM_GPUS_ON_NODE") or 0),
+        tuple(part for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part),
+        env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
     )
 
 

@@ -30,8 +30,9 @@ LAYERS: dict[str, set[str]] = {
     "security": {"errors"},
     "environment": {"errors"},
     "processes": set(),
-    "metrics": {"errors"},
+    "host_list": set(),
     "records": {"errors"},
+    "metrics": {"errors"},
     "topology/grid": {"errors"},
     "snapshot/layout": {"errors"},
     "replication/placement": {"errors", "topology/grid"},
@@ -66,6 +67,7 @@ LAYERS: dict[str, set[str]] = {
         "coordinator/wire",
         "environment",
         "errors",
+        "host_list",
         "metrics",
         "processes",
         "replication",
@@ -114,7 +116,12 @@ LAYERS: dict[str, set[str]] = {
         "snapshot/durable",
         "snapshot/manifest",
     },
-    "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "worker"},
+    "slurm": {
+        *("agent", "cli", "config", "control", "coordinator", "environment", "errors", "host_list", "processes", "records"),
+        *("replication/transports", "security", "slurm/layout"),
+    },
+    "slurm/layout": {"environment", "errors", "host_list"},
+    "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "slurm", "worker"},
 }
 PURE = (
     *("control", "recovery/plan", "replication/placement", "simulate", "sizing", "snapshot/layout", "snapshot/manifest", "topology/grid"),
@@ -136,8 +143,6 @@ MYPY_STRICT = [
 #: Every flag of hot-swap. A flag is a promise to users: to add one, add it here and to README.md, and say in the commit why no
 #: derived value would do; to take one away or rename it, keep the old name working for a release.
 FLAGS = {
-    "--hot-swap-coordinator-timeout-s",
-    "--hot-swap-store",
     "--hot-swap",
     "--hot-swap-run-dir",
     "--hot-swap-lease-s",
@@ -148,6 +153,7 @@ FLAGS = {
     "--hot-swap-wait-for-spare-s",
     "--hot-swap-respawn-timeout-s",
     "--hot-swap-respawn-window-s",
+    "--hot-swap-coordinator-timeout-s",
     "--hot-swap-hang-factor",
     "--hot-swap-hang-min-s",
     "--hot-swap-replicas",
@@ -161,6 +167,9 @@ FLAGS = {
     "--hot-swap-interface",
     "--hot-swap-transport",
     "--hot-swap-encrypt",
+    "--hot-swap-store",
+    "--hot-swap-spares",
+    "--hot-swap-ranks-per-node",
     "--hot-swap-metrics-port",
     "--hot-swap-metrics-address",
 }

@@ -116,3 +116,37 @@ def test_an_order_of_an_older_membership_is_not_obeyed(calls) -> None:
     groups = groups_of(calls, dp=(0, 2))
     abort.Aborter(Session(), groups).begin(0, (2,))
     assert calls == [] and not groups._mine[0].broken
+
+
+def test_an_order_that_comes_while_the_one_before_is_being_ended_holds_nobody_up(calls) -> None:
+    """Two agents of one host are lost 10 ms apart: the training thread, out of its collective, waits for the end of the first abort, which
+    is in the middle of its work, when the second order begins another."""
+    groups = groups_of(calls, dp=(0, 2))
+    at_work, go_on, doom = threading.Event(), threading.Event(), groups.doom
+
+    def takes_long(lost):
+        at_work.set()
+        assert go_on.wait(10.0)
+        return doom(lost)
+
+    groups.doom = takes_long
+    aborter = abort.Aborter(Session(), groups)
+    aborter.building_groups()
+    aborter.groups_built()
+    aborter.begin(1, (2,))
+    assert at_work.wait(10.0)
+    training = threading.Thread(target=aborter.thread_is_out, daemon=True)
+    training.start()
+    training.join(0.2)
+    assert training.is_alive(), "it must not go on while something may still be ended"
+    aborter.begin(2, (3,))
+    go_on.set()
+    training.join(10.0)
+    assert not training.is_alive()
+    assert len(aborting()) == 1, "the second order has not been read yet"
+    aborter.thread_is_out()
+    assert not aborting()
+
+
+def aborting() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "deadpool-abort"]

@@ -206,9 +206,9 @@ def test_the_display_without_a_terminal(tmp_path):
 def test_the_log_of_a_failure(tmp_path):
     coordinator = FakeCoordinator()
     coordinator.control.failed = None
-    assert log_of_failure(coordinator, tmp_path) == tmp_path / "logs"
+    assert log_of_failure(coordinator.control.failed, tmp_path) == tmp_path / "logs"
     coordinator.control.failed = ("node1-abcd1234", 1)
-    early = log_of_failure(coordinator, tmp_path)
+    early = log_of_failure(coordinator.control.failed, tmp_path)
     assert early == tmp_path / "logs/node1-abcd1234-1.log"
     (tmp_path / "logs").mkdir()
     early.write_text('x\nTraceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nValueError: x\n')

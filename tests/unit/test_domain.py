@@ -2,8 +2,9 @@
 
 import pytest
 
-from megatron.hotswap.agent.domain import expand_hosts, failure_domain
+from megatron.hotswap.agent.domain import failure_domain
 from megatron.hotswap.errors import UsageError
+from megatron.hotswap.host_list import expand_counts, expand_hosts
 
 
 def test_a_node_is_its_own_domain():
@@ -51,4 +52,5 @@ def test_neither_a_word_nor_a_file():
 
 
 def test_host_lists():
-    assert expand_hosts("n[1-3,07],login,r[1-2]c[0-1]") == {"n1", "n2", "n3", "n07", "login", "r1c0", "r1c1", "r2c0", "r2c1"}
+    assert expand_hosts("n[1-3,07],login,r[1-2]c[0-1]") == ["n1", "n2", "n3", "n07", "login", "r1c0", "r1c1", "r2c0", "r2c1"]
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]

@@ -1,10 +1,14 @@
-"""Groups are rebuilt although torch has forgotten them: an abort of NCCL's communicators clears its registries, WORLD too."""
+"""What an abort must not break, or leave waiting.
+
+Groups are rebuilt although torch has forgotten them: an abort of NCCL's communicators clears its registries, WORLD too."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,3 +57,71 @@ def test_the_world_is_replaced_where_it_is_held() -> None:
     run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.startswith("rebuilt Rebuilt(kept=0, made=2")
+
+
+HALTED_WHILE_CONNECTING = """
+import multiprocessing, os, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from megatron.hotswap.errors import Halted
+from megatron.hotswap.topology import process_group
+from megatron.hotswap.topology.groups import Groups
+from megatron.hotswap.topology.rendezvous import Rendezvous, RendezvousStore
+from megatron.hotswap.worker.abort import Aborter
+
+RANK, TIMEOUT = int(sys.argv[1]), timedelta(seconds=100)
+context = multiprocessing.get_context("fork")
+died = context.Event()
+
+class Store(process_group.GroupStore):
+    def wait(self, keys, timeout=None):
+        if not self._name.endswith("world"):  # every member has said where it is, and asks where the others are
+            if rank != RANK:
+                died.set()
+                os._exit(0)
+            died.wait()
+            time.sleep(0.5)
+        super().wait(keys, timeout)
+
+class Session:
+    version, halted = 1, False
+    def check(self):
+        if self.halted: raise Halted("membership 1 is over")
+
+def make(address, session):
+    groups = Groups(TIMEOUT, TIMEOUT, address="127.0.0.1", require_wanted=session.check)
+    aborter = Aborter(session, groups)
+    groups.version = 1
+    aborter.building_groups()
+    def halt():
+        died.wait(); time.sleep(2.0)
+        session.halted, session.halted_s = True, time.monotonic()
+        aborter.begin(1, (1 - rank,))
+    if rank == RANK: threading.Thread(target=halt, daemon=True).start()
+    groups.start_world("gloo", RendezvousStore(address, TIMEOUT, session.check), rank, [0, 1])
+    groups.create([0, 1], None, None, None)
+
+def peer(address):
+    global rank
+    rank = 1 - RANK
+    make(address, Session())
+
+rank, process_group.GroupStore = RANK, Store
+served = Rendezvous("127.0.0.1")
+context.Process(target=peer, args=(served.address,), daemon=True).start()
+session = Session()
+try:
+    make(served.address, session)
+except Exception as failure:
+    print("out", type(failure).__name__, "after", time.monotonic() - session.halted_s, flush=True)
+os._exit(0)  # without a wait for the thread that still connects
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_halt_ends_the_wait_for_a_member_that_died_while_groups_were_made(rank: int) -> None:
+    """One of two connects to the other; whichever is left alone must be out at once, not when the group's timeout is over."""
+    program = [sys.executable, "-c", HALTED_WHILE_CONNECTING, str(rank)]
+    run = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert run.stdout.startswith("out "), run.stdout + run.stderr[-3000:]
+    assert float(run.stdout.split()[-1]) < 10.0, run.stdout

@@ -7,21 +7,23 @@ from pathlib import Path
 
 from .. import environment
 from ..errors import UsageError
+from ..host_list import expand_hosts
 
 
-def failure_domain(wanted: str, node: str) -> str:
+def failure_domain(wanted: str, node: str, host: str = "") -> str:
     """The node's failure domain; empty for the node itself.
 
     Args:
         wanted: "node", "switch" or a path.
-        node: its name.
+        node: its name, as the job has it.
+        host: the machine's, where that is another: there are several of the job's nodes on it, which fail together.
 
     Raises:
         UsageError: Slurm does not tell the switch, or the file does not name the node.
     """
     if wanted == "node":
-        return ""
-    return _leaf_switch(node) if wanted == "switch" else _from_file(Path(wanted), node)
+        return host
+    return _leaf_switch(host or node) if wanted == "switch" else _from_file(Path(wanted), host or node)
 
 
 def _leaf_switch(node: str) -> str:
@@ -59,24 +61,3 @@ def _from_file(path: Path, node: str) -> str:
         elif node in expand_hosts(line.split()[0]):
             return line.split()[1]
     raise UsageError(f"{path} does not say in which failure domain node {node} is; add a line '{node} DOMAIN'")
-
-
-def expand_hosts(text: str) -> set[str]:
-    """Slurm's host lists: "n[1-3,07],login" -> {"n1", "n2", "n3", "n07", "login"}."""
-    hosts = set()
-    for part in re.findall(r"(?:[^,\[\]]+|\[[^\]]*\])+", text):
-        found = [""]
-        for piece in re.findall(r"\[[^\]]*\]|[^\[\]]+", part):
-            found = [before + after for before in found for after in _numbers(piece)]
-        hosts.update(found)
-    return hosts
-
-
-def _numbers(piece: str) -> list[str]:
-    if not piece.startswith("["):
-        return [piece]
-    result = []
-    for span in piece[1:-1].split(","):
-        first, _, last = span.partition("-")
-        result += [f"{i:0{len(first)}d}" for i in range(int(first), int(last or first) + 1)]
-    return result

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -32,6 +31,7 @@ from .coordinator_link import Calls, CoordinatorLink
 from .domain import failure_domain
 from .durable import Durable
 from .inject import strike
+from .interface import address_of
 from .lives import Lives
 from .pool import started_pool
 from .replicator import Replicator, free_slot, own_slot_of
@@ -59,7 +59,7 @@ class Agent:
         self._command = list(command)
         self._worker_env = worker_env
         self._tmp = tmp
-        self._interface = config.interface or _address_towards(place.coordinator)
+        self._interface = address_of(config.interface, place.coordinator)
         self._lives = Lives(self._from_worker, self._worker_lost, lambda: self._link.lease_s)
         self._link = CoordinatorLink(
             place.coordinator,
@@ -114,7 +114,7 @@ class Agent:
             self.incarnation,
             self.place.workers,
             address,
-            failure_domain(self.config.failure_domain, self.place.node),
+            failure_domain(self.config.failure_domain, self.place.node, self.place.host),
         )
         self._say(self._join)
         if (told := await self._watched.serve(self._workers, self._replicas, self._replicator, lambda: self._link.heard_s)) is not None:
@@ -457,17 +457,11 @@ class Agent:
                 asyncio.get_running_loop().call_later(0.0005, self._strike, injection)
 
 
-def _address_towards(coordinator: str) -> str:
-    """The address of the interface that reaches the coordinator (no packet is sent)."""
-    host, port = coordinator.rsplit(":", 1)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
-
-
-def run_agent(config: HotSwapConfig, command: Sequence[str], worker_env: dict[str, str]) -> int:
-    """Be the agent of this node until the job is over; returns the exit code."""
-    place = environment.agent()
+def run_agent(
+    config: HotSwapConfig, command: Sequence[str], worker_env: dict[str, str], place: environment.AgentEnvironment | None = None
+) -> int:
+    """Be the agent of this node until the job is over; returns the exit code. Its place is what the launcher has said, unless given."""
+    place = place or environment.agent()
     if place.launcher_pid is not None:
         die_with_parent(place.launcher_pid)
     adopt_orphans()

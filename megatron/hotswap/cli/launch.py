@@ -222,12 +222,24 @@ def prepare(launch: Launch) -> ControlConfig:
     Raises:
         UsageError: says what is wrong.
     """
+    control = control_of(launch, secrets.token_hex(8))
+    _empty_run_dir(launch.run_dir)
+    issue(launch.run_dir, control.run_id, token=control.token)
+    return control
+
+
+def control_of(launch: Launch, run_id: str) -> ControlConfig:
+    """What the core must know of a job, once its command has been checked.
+
+    Raises:
+        UsageError: says what is wrong.
+    """
     check_nodes(launch.nodes, launch.ranks_per_node, launch.spares)
     check_command(launch.script, launch.argv, launch.world_size)
     flags_added_here(launch.argv)
     hotswap = config.parse([*launch.argv, "--hot-swap-run-dir", str(launch.run_dir)])
-    control = ControlConfig(
-        run_id=secrets.token_hex(8),
+    return ControlConfig(
+        run_id=run_id,
         token=new_token(),
         grid=grid_of(launch.argv, launch.world_size),
         nodes=launch.nodes,
@@ -245,9 +257,6 @@ def prepare(launch: Launch) -> ControlConfig:
         interval=hotswap.interval,
         durable=durable_of(launch.argv, launch.world_size, hotswap.keep_durable),
     )
-    _empty_run_dir(launch.run_dir)
-    issue(launch.run_dir, control.run_id, token=control.token)
-    return control
 
 
 def _empty_run_dir(run_dir: Path) -> None:
@@ -259,10 +268,17 @@ def _empty_run_dir(run_dir: Path) -> None:
         )
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        for path in [*(run_dir / name for name in _RUN_FILES), *(run_dir / "logs").glob("*.log"), *(run_dir / METRICS).glob("*.json")]:
+        clear_run_files(run_dir)
+        for path in [*(run_dir / "logs").glob("*.log"), *(run_dir / METRICS).glob("*.json")]:
             path.unlink(missing_ok=True)
     except OSError as failure:
         raise UsageError(f"--run-dir {run_dir} cannot be written: {failure}; give a directory of your own") from failure
+
+
+def clear_run_files(run_dir: Path) -> None:
+    """Remove what an earlier run has left at the top of the directory."""
+    for name in _RUN_FILES:
+        (run_dir / name).unlink(missing_ok=True)
 
 
 async def _until_over(

@@ -1,4 +1,4 @@
-"""The `deadpool` command: run, plan, simulate, inject, status, save, verify."""
+"""The `deadpool` command: run, sbatch, plan, simulate, inject, status, save, verify."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..control.messages import WORKER_FAULTS
 from ..errors import HotSwapError, UsageError
 from .launch import Launch
 from .plan import plan
+from .sbatch import sbatch
 from .simulate import simulate
 
 DEFAULT_RUN_DIR = Path("runs/latest")
@@ -70,6 +71,7 @@ def run(
 
 app.command(context_settings={"allow_interspersed_args": False})(plan)
 app.command()(simulate)
+app.command(context_settings={"allow_interspersed_args": False})(sbatch)
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from .checks import describe_grid, flags_added_here, grid_of, lease_for_shared_c
 from .durable import describe
 from .faults import parse_scheduled
 from .launch import Launch, VirtualNodes, run
-from .show import Show, last_traceback, log_of_failure
+from .show import Show, end_lines, log_of_failure
 
 _PICTURE_TIMEOUT_S = 120.0
 
@@ -110,25 +109,7 @@ def draw(run_dir: Path, console: Console) -> Path | None:
 
 def _say_end(launch: Launch, coordinator: Coordinator, code: int, picture: Path | None, console: Console) -> None:
     reason = coordinator.control.exit_reason or "interrupted"
-    summary = json.loads((launch.run_dir / "summary.json").read_text())
-    recoveries = summary["recoveries"]
-    stall = summary["exposed_stall_fraction"]
-    lines = []
-    if code == 75:
-        lines.append(f"deadpool: the job ends to be started again (code 75): {reason}")
-    elif code not in (0, 130):
-        lines.append(f"deadpool: the job failed: {reason}")
-        log = log_of_failure(coordinator, launch.run_dir)
-        lines += [f"  {line}" for line in last_traceback(log)]
-        lines.append(f"deadpool: its log: {log}")
-    lines.append(
-        f"deadpool: {'done' if code == 0 else reason if code == 130 else f'exit code {code}'} after step "
-        f"{summary['steps']}; "
-        f"{len(recoveries)} recover{'y' if len(recoveries) == 1 else 'ies'}"
-        + (f" ({', '.join(format(r['total_s'], '.2f') + ' s' for r in recoveries)})" if recoveries else "")
-        + (f"; exposed stall {100 * stall:.2f} % of the step time" if stall is not None else "")
-        + (f"; {skipped} generations skipped" if (skipped := summary["generations_skipped"]) else "")
-    )
+    lines = end_lines(launch.run_dir, code, reason, log_of_failure(coordinator.control.failed, launch.run_dir))
     files = ["steps.jsonl", "events.jsonl", "summary.json", "logs/", *([picture.name] if picture else [])]
     lines.append(f"deadpool: files in {launch.run_dir}: {' '.join(files)}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from ..control.state import ControlConfig, Log, Phase
-from ..coordinator.service import Coordinator
 from .launch import VirtualNodes
 from .log_filter import LogFilter
 from .log_tail import LogTail
@@ -49,8 +50,24 @@ class JobConsole(Console):
             os.dup2(nowhere.fileno(), self.file.fileno())  # or Python complains of what it could not flush at its end
 
 
+class Shown(Protocol):
+    """What is shown of a job: its coordinator, or what that has written of it (follow.py)."""
+
+    @property
+    def control(self) -> Any:
+        """Of it: phase, version, committed, membership, exit_code."""
+
+    @property
+    def recorder(self) -> Any:
+        """Of it: last_step, recoveries."""
+
+    @property
+    def notices(self) -> list[Log]:
+        """What was decided."""
+
+
 class Show:
-    """A context; call it with the coordinator as often as the display is to be fresh."""
+    """A context; call it with the job as often as the display is to be fresh."""
 
     def __init__(
         self,
@@ -93,7 +110,7 @@ class Show:
             f"{'' if control.spares == 1 else 's'}; a node is given up after {control.lease_s:g} s of silence"
         )
 
-    def __call__(self, coordinator: Coordinator) -> None:
+    def __call__(self, coordinator: Shown) -> None:
         """Show what is new."""
         over = coordinator.control.phase is Phase.ENDED or coordinator.control.exit_code is not None
         for source, line in self._tail.read(final=over):
@@ -114,7 +131,7 @@ class Show:
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True, highlight=False)
 
-    def _notice(self, coordinator: Coordinator, notice: Log) -> None:
+    def _notice(self, coordinator: Shown, notice: Log) -> None:
         text = narrate(notice)
         if text is not None:
             self.say(text, _STYLES.get(notice.kind, "cyan"))
@@ -125,7 +142,7 @@ class Show:
             self.say(time_line(coordinator.recorder.recoveries[self._recoveries_seen]), _STYLES["recovered"])
             self._recoveries_seen += 1
 
-    def _memory(self, coordinator: Coordinator) -> None:
+    def _memory(self, coordinator: Shown) -> None:
         if self._memory_shown or self._nodes is None or coordinator.control.committed < 0:
             return
         self._memory_shown = True
@@ -133,7 +150,7 @@ class Show:
         if taken:
             self.say("host memory for snapshots: " + ", ".join(f"{n} {bytes_in_words(c)}" for n, c in taken.items()))
 
-    def _progress(self, coordinator: Coordinator, over: bool) -> None:
+    def _progress(self, coordinator: Shown, over: bool) -> None:
         control = coordinator.control
         line = Progress(
             control.phase.value, control.version, control.committed, coordinator.recorder.last_step, self._steps_total
@@ -147,9 +164,31 @@ class Show:
                 self._print(Text(line))
 
 
-def log_of_failure(coordinator: Coordinator, run_dir: Path) -> Path:
+def end_lines(run_dir: Path, code: int, reason: str, log: Path) -> list[str]:
+    """How a job has ended, in words, from its summary. `log` is that of the failure, if there was one."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    recoveries, stall = summary["recoveries"], summary["exposed_stall_fraction"]
+    lines = []
+    if code == 75:
+        lines.append(f"deadpool: the job ends to be started again (code 75): {reason}")
+    elif code not in (0, 130):
+        lines.append(f"deadpool: the job failed: {reason}")
+        lines += [f"  {line}" for line in last_traceback(log)]
+        lines.append(f"deadpool: its log: {log}")
+    lines.append(
+        f"deadpool: {'done' if code == 0 else reason if code == 130 else f'exit code {code}'} after step "
+        f"{summary['steps']}; "
+        f"{len(recoveries)} recover{'y' if len(recoveries) == 1 else 'ies'}"
+        + (f" ({', '.join(format(r['total_s'], '.2f') + ' s' for r in recoveries)})" if recoveries else "")
+        + (f"; exposed stall {100 * stall:.2f} % of the step time" if stall is not None else "")
+        + (f"; {skipped} generations skipped" if (skipped := summary["generations_skipped"]) else "")
+    )
+    return lines
+
+
+def log_of_failure(failed: tuple[str, int] | None, run_dir: Path) -> Path:
     """The log of the worker whose failure ended the job, or the folder of all."""
-    failed, logs = coordinator.control.failed, run_dir / "logs"
+    logs = run_dir / "logs"
     return logs if failed is None else logs / f"{failed[0]}-{failed[1]}.log"
 
 

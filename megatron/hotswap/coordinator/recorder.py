@@ -218,6 +218,15 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     """Replace summary.json, whole or not at all."""
-    temporary = run_dir / "summary.json.tmp"
+    temporary = run_dir / f"summary.json.{os.getpid()}"
     temporary.write_text(json.dumps(summary, indent=2) + "\n")
     temporary.replace(run_dir / "summary.json")
+
+
+def read_exit_code(run_dir: Path) -> int | None:
+    """The exit code of the job that this directory is of, or None: it is not over."""
+    try:
+        code = json.loads((run_dir / "summary.json").read_text())["exit_code"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return code if isinstance(code, int) else None

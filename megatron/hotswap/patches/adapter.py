@@ -56,9 +56,10 @@ class ReplayIterator:
 class MegatronTrainer:
     """Implements recovery.execute.Trainer."""
 
-    def __init__(self, groups: Groups, rendezvous_timeout: timedelta) -> None:
+    def __init__(self, groups: Groups, rendezvous_timeout: timedelta, require_wanted: Callable[[], None] = lambda: None) -> None:
         self._groups = groups
         self._rendezvous_timeout = rendezvous_timeout
+        self._require_wanted = require_wanted  # raises once the membership whose groups are being made is over
         self.model: list[Any] = []
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -209,7 +210,7 @@ class MegatronTrainer:
         self._groups.find_holders()
 
     def rebuild_groups(self, plan: local.Plan) -> Rebuilt:
-        store = RendezvousStore(plan.store, self._rendezvous_timeout)
+        store = RendezvousStore(plan.store, self._rendezvous_timeout, self._require_wanted)
         return self._groups.rebuild(plan.version, store, plan.replaced)
 
     def all_joined(self) -> None:

@@ -59,11 +59,12 @@ class HotSwap:
             selective=config.rebuild == "selective",
             check=config.check_groups == "yes",
             device_idle=device_idle,
+            require_wanted=session.check,
         )
         parallel_state.create_through(self._groups)
         self._aborter = Aborter(session, self._groups)
         self._config = config
-        self._trainer = MegatronTrainer(self._groups, rendezvous)
+        self._trainer = MegatronTrainer(self._groups, rendezvous, session.check)
         self._snapshots = Snapshots(session, self._trainer)
         self._trainer.oldest = lambda: self._snapshots.oldest
         self._recovery = Recovery(session, self._aborter, self._trainer, self._snapshots, new_store)
@@ -118,7 +119,7 @@ class HotSwap:
             assert self._given is not None
             self._aborter.building_groups()
             if not self._spare and kwargs.get("store") is None:
-                kwargs["store"] = RendezvousStore(self._given.store, self._rendezvous_timeout)
+                kwargs["store"] = RendezvousStore(self._given.store, self._rendezvous_timeout, self._session.check)
             original(*args, **kwargs)
 
         return pretrain

@@ -82,6 +82,7 @@ class Groups:
         selective: bool = True,
         check: bool = False,
         device_idle: Callable[[], bool] = lambda: True,
+        require_wanted: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -91,6 +92,7 @@ class Groups:
             selective: keep groups to which nothing happened; else rebuild all.
             check: after each rebuild, see that nothing refers to an old group.
             device_idle: whether nothing runs on the device, communication included; waits a moment for that.
+            require_wanted: raises once the membership whose groups are being made is over.
         """
         self.version = 0  # of the membership whose groups are created
         self.fake = False  # build groups that never communicate (a spare's first start)
@@ -100,6 +102,7 @@ class Groups:
         self._selective = selective
         self._check = check
         self._device_idle = device_idle
+        self._require_wanted = require_wanted
         self._world: Communicator | None = None  # an abort of NCCL's groups makes torch forget it; references do not
         self._mine: list[Communicator] = []
         self._calls = 0
@@ -158,6 +161,7 @@ class Groups:
             description=made.description,
             address=self._address,
             world=made.number == _WORLD,
+            require_wanted=self._require_wanted,
         )
         if connects:
             made.sockets = open_sockets() - before

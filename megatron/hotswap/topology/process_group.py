@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,8 @@ from .rendezvous import GroupStore
 #: be ended and another kept. In larger ones each pair connects when it first has something to say: what a member does to join must
 #: not grow with the group.
 EAGER_MEMBERS_MAX = 8
+#: How often a thread that waits for others looks whether there is still something to wait for.
+_LOOK_S = 0.02
 
 
 def make(
@@ -40,6 +43,7 @@ def make(
     description: str | None = None,
     address: str | None = None,
     world: bool = False,
+    require_wanted: Callable[[], None] = lambda: None,
 ) -> dist.ProcessGroup:
     """Create a group and enter it in torch's registries. Blocks until the members of a small gloo group are there; else returns at once.
 
@@ -49,11 +53,12 @@ def make(
         rank: this process's global rank, one of `members`.
         address: this host's address, for gloo; None: as torch finds it.
         world: it becomes the default group.
+        require_wanted: raises once nobody wants the group any more; asked all the time.
     """
     mapping = {member: i for i, member in enumerate(members)}
     if backend == "gloo":
         own = GroupStore(store, name, len(members), fetch_at_once=len(members) <= EAGER_MEMBERS_MAX)
-        gloo = _gloo_backend(mapping[rank], len(members), own, timeout, address)
+        gloo = _gloo_backend(mapping[rank], len(members), own, timeout, address, require_wanted)
         group = _assemble(name, mapping, rank, backend, own, gloo, dist.ProcessGroup.BackendType.GLOO, description)
     else:
         group, _ = c10d._new_process_group_helper(
@@ -125,7 +130,9 @@ def _register(group: dist.ProcessGroup, name: str, backend: str, store: dist.Sto
     c10d._register_pg_in_world(group, backend, store, name, config, rank_mapping=mapping, add_to_default_tag=True)
 
 
-def _gloo_backend(rank: int, size: int, store: dist.Store, timeout: timedelta, address: str | None) -> Any:
+def _gloo_backend(
+    rank: int, size: int, store: dist.Store, timeout: timedelta, address: str | None, require_wanted: Callable[[], None]
+) -> Any:
     options = dist.ProcessGroupGloo._Options()
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     # Small groups share a device, which is a thread and a listening socket. Lazy ones cannot: with two groups on one lazy device
@@ -133,9 +140,32 @@ def _gloo_backend(rank: int, size: int, store: dist.Store, timeout: timedelta, a
     lazy = size > EAGER_MEMBERS_MAX
     options._devices = [_gloo_device(interfaces, address, lazy=True) if lazy else _shared_gloo_device(interfaces, address)]
     options._timeout = timeout
-    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    backend = _while(require_wanted, lambda: dist.ProcessGroupGloo(store, rank, size, options))
     backend._set_sequence_number_for_group()
     return backend
+
+
+def _while(require_wanted: Callable[[], None], connect: Callable[[], Any]) -> Any:
+    """Connect, as long as that is wanted. gloo connects a whole group in one call. Where a member has died it may wait in there for good:
+    the end of its sockets does not wake it, nor does its own timeout (seen with torch 2.13: 90 s with a timeout of 10 s). So that call is
+    left to a thread, and the thread to itself once nobody wants the group any more."""
+    made: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(connect())
+        except BaseException as failure:
+            failed.append(failure)
+
+    thread = threading.Thread(target=run, name="deadpool-connect", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        require_wanted()
+        thread.join(_LOOK_S)
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,12 +47,13 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]
     Threads take turns, as with torch's TCPStore: who waits for a key holds up the others, unless they have a `clone`.
     """
 
-    def __init__(self, address: str, timeout: timedelta) -> None:
+    def __init__(self, address: str, timeout: timedelta, require_wanted: Callable[[], None] = lambda: None) -> None:
         """Connect.
 
         Args:
             address: of a Rendezvous.
             timeout: for connecting, and for what others have to do first.
+            require_wanted: raises once nobody wants to meet there any more; asked before each attempt to connect.
 
         Raises:
             torch.distributed.DistNetworkError: it is not there.
@@ -60,6 +61,7 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]
         super().__init__()
         self.set_timeout(timeout)
         self._address = address
+        self._require_wanted = require_wanted
         self._turn = threading.Lock()
         self._socket: socket.socket | None = self._connect()
 
@@ -68,6 +70,7 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]
         host, port = endpoint.rsplit(":", 1)
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
+            self._require_wanted()
             try:
                 connected = socket.create_connection((host, int(port)), max(_RETRY_S, deadline - time.monotonic()))
             except OSError as failure:
@@ -149,7 +152,7 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]
 
     def clone(self) -> RendezvousStore:
         """Another client."""
-        return RendezvousStore(self._address, self.timeout)
+        return RendezvousStore(self._address, self.timeout, self._require_wanted)
 
 
 class GroupStore(dist.Store):  # type: ignore[misc]

@@ -60,6 +60,17 @@ _COLLECTIVES = (
 )
 
 
+class _Abort:
+    """One order's. Each has a flag of its own: a flag that the next order takes back, before the thread of this one has seen it, keeps that
+    thread running, and whoever waits for its end waits for ever."""
+
+    def __init__(self, lost: Collection[int]) -> None:
+        self.lost = lost
+        self.began_s = time.monotonic()
+        self.out = threading.Event()
+        self.thread: threading.Thread
+
+
 class Aborter:
     """Knows which connections belong to the groups, and ends them on order."""
 
@@ -68,10 +79,8 @@ class Aborter:
         self._groups = groups
         self._foreign: Sockets = frozenset()  # those that were there before the groups: not ours to touch
         self._known: Sockets | None = None  # the groups'; None while they are being built: then all but foreign ones
-        self._out = threading.Event()
-        self._out.set()
-        self._thread: threading.Thread | None = None
-        self._began_s = 0.0
+        self._lock = threading.Lock()
+        self._running: list[_Abort] = []  # whose order the training thread has not read yet
         self.out_after_s = 0.0  # from the last order to the training thread being out
         session.abort = self.begin
 
@@ -88,31 +97,36 @@ class Aborter:
         """Monitor thread: the membership is over, `lost` ranks are gone; end what the training thread may be blocked in."""
         if version < self._session.version:
             return
-        self._out.clear()
-        self._began_s = time.monotonic()
-        self._thread = threading.Thread(target=self._end_groups, args=(lost,), name="deadpool-abort", daemon=True)
-        self._thread.start()
+        abort = _Abort(lost)
+        abort.thread = threading.Thread(target=self._end_groups, args=(abort,), name="deadpool-abort", daemon=True)
+        with self._lock:
+            self._running.append(abort)
+            abort.thread.start()
 
     def thread_is_out(self) -> None:
-        """Training thread: I am out of the collective. Nothing is ended any more once this returns."""
-        self._out.set()
-        if self._thread is None:
+        """Training thread: I am out of the collective. What has begun by now ends nothing any more once this returns; what begins
+        meanwhile is ended by the next call, since its order is still to be read."""
+        with self._lock:
+            over, self._running = self._running, []
+        if not over:
             return
-        self.out_after_s = time.monotonic() - self._began_s
-        self._thread.join()
-        self._thread = None
+        for abort in over:
+            abort.out.set()
+        self.out_after_s = time.monotonic() - over[-1].began_s
+        for abort in over:
+            abort.thread.join()
         if self._known is None:  # of groups that were not complete nobody knows what was ended
             self._groups.doom(None)
 
-    def _end_groups(self, lost: Collection[int]) -> None:
-        while not self._out.is_set():
-            patient = self._known is not None and time.monotonic() - self._began_s < _KEEP_PATIENCE_S
-            abort_device_groups([made.group for made in self._groups.doom(lost if patient else None)])
+    def _end_groups(self, abort: _Abort) -> None:
+        while not abort.out.is_set():
+            patient = self._known is not None and time.monotonic() - abort.began_s < _KEEP_PATIENCE_S
+            abort_device_groups([made.group for made in self._groups.doom(abort.lost if patient else None)])
             present = open_sockets()
             ours = present - self._foreign if self._known is None else present & self._known
             for fd, inode in ours - self._groups.sound_sockets():
                 shut_down(fd, inode)
-            self._out.wait(_SHUT_INTERVAL_S)
+            abort.out.wait(_SHUT_INTERVAL_S)
 
 
 def abort_device_groups(groups: Sequence[Any]) -> None:
