@@ -152,7 +152,7 @@ class Coordinator:
 
     def stand_by(self, why: str) -> None:
         """The store is out of reach, or another one's: this process may stand for election again."""
-        self.may_lead_again = not self.deposed
+        self.may_lead_again = self.may_lead_again or not self.deposed  # the store says it, and so does the next record
         self._step_down(why)
 
     def leave(self, why: str) -> None:
