@@ -29,6 +29,11 @@ class HotSwapConfig:
     wait_for_spare_s: float
     respawn_timeout_s: float
     respawn_window_s: float
+    quarantine_failures: int
+    quarantine_window_s: float
+    health_command: str | None
+    health_interval_s: float
+    health_timeout_s: float
     hang_factor: float
     hang_min_s: float
     keep_durable: int
@@ -47,11 +52,12 @@ class HotSwapConfig:
 
     def __post_init__(self) -> None:
         positive = ("lease_s", "heartbeat_interval_s", "halt_timeout_s", "resume_timeout_s", "collective_timeout_s", "respawn_timeout_s")
+        positive += ("quarantine_window_s", "health_interval_s", "health_timeout_s")
         for name in positive:
             value = getattr(self, name)
             if value <= 0:
                 raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be greater than 0, got {value}")
-        for name in ("replicas", "interval", "keep_durable"):
+        for name in ("replicas", "interval", "keep_durable", "quarantine_failures"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.metrics_port < 1 << 16:
@@ -136,6 +142,28 @@ _DEADLINES = (
         "answer are started again; evaluations and checkpoints are not judged (default: %(default)s)",
     ),
     _Flag("hang-min-s", float, 30.0, "S", "the least time without progress that is taken for a hang (default: %(default)s)"),
+)
+_HEALTH = (
+    _Flag(
+        "health-command",
+        str,
+        None,
+        "CMD",
+        "a shell command that each agent runs before it joins and at every interval; if it fails (exit code other than 0, or too late), "
+        "the last line that it wrote is the reason why a spare takes the node's ranks (default: none; GPUs are watched by NVML where "
+        "nvidia-ml-py is installed)",
+    ),
+    _Flag("health-interval-s", float, 60.0, "S", "from the end of one health command to the start of the next (default: %(default)s)"),
+    _Flag("health-timeout-s", float, 30.0, "S", "a health command that takes longer is ended, and has failed (default: %(default)s)"),
+    _Flag(
+        "quarantine-failures",
+        int,
+        3,
+        "N",
+        "a node that fails N times within the quarantine window gets no ranks any more, until the window is over or `deadpool release` "
+        "lets it out; faults on purpose do not count (default: %(default)s)",
+    ),
+    _Flag("quarantine-window-s", float, 3600.0, "S", "the time in which these failures are counted (default: %(default)s)"),
 )
 _SNAPSHOTS = (
     _Flag(
@@ -254,7 +282,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="encrypt snapshots on their way between nodes (transport tcp), with TLS 1.3; docs/security.md says what that costs. "
         "Control traffic is encrypted always",
     )
-    for flag in (*_DEADLINES, *_SNAPSHOTS, *_WATCHING):
+    for flag in (*_DEADLINES, *_HEALTH, *_SNAPSHOTS, *_WATCHING):
         group.add_argument(
             f"--hot-swap-{flag.name}", type=flag.kind, default=flag.default, metavar=flag.metavar, help=flag.help, choices=flag.choices
         )

@@ -34,6 +34,7 @@ from ..snapshot.slots import OWN_SLOTS, Slots, Word, require_room, require_room_
 from . import local, own_snapshot
 from .domain import failure_domain
 from .durable import Durable
+from .health import NodeHealth
 from .inject import strike
 from .lives import Lives
 from .replicator import Replicator, free_slot, own_slot_of
@@ -80,6 +81,7 @@ class Agent:
         )
         self._replicator.on_sealed = self._durable.sealed
         self._watched = Watched(config, place, self.incarnation, self._interface)
+        self._health = NodeHealth(config, self._say)
         self._tasks: set[asyncio.Task[None]] = set()  # that nobody waits for
         self._membership: m.Membership | None = None
         self._recovery: asyncio.Task[None] | None = None
@@ -99,7 +101,8 @@ class Agent:
         address = await self._transport.serve(self._replicas)
         moved = f"snapshots are moved by {moved_by}, {protection(self.config)}, arranged over {address}"
         print(f"agent {self.incarnation}: {moved}", file=sys.stderr, flush=True)
-        for index in range(self.place.workers):
+        unhealthy = await self._health.at_start()
+        for index in range(0 if unhealthy else self.place.workers):
             self._start_worker(index)
         self._say(
             m.Join(
@@ -111,13 +114,14 @@ class Agent:
                 self.place.workers,
                 address,
                 failure_domain(self.config.failure_domain, self.place.node),
+                unhealthy,
             )
         )
         self._heard_s = loop.time()
         if (told := await self._watched.serve(self._workers, self._replicas, self._replicator, lambda: self._heard_s)) is not None:
             print(f"agent {self.incarnation}: {told.text}", file=sys.stderr, flush=True)
             self._say(told)
-        tasks = [loop.create_task(self._guard(t)) for t in (self._talk(), self._beat(), self._lives.watch())]
+        tasks = [loop.create_task(self._guard(t)) for t in (self._talk(), self._beat(), self._lives.watch(), self._health.watch())]
         try:
             return await self._exit
         finally:
@@ -126,6 +130,7 @@ class Agent:
             faulthandler.cancel_dump_traceback_later()
             self._replicator.close()
             self._lives.close()
+            self._health.close()
             self._watched.close()
             await self._transport.close()
 

@@ -41,7 +41,7 @@ class Control(Starting):
                 agent.last_heard_s = now
         elif incarnation in self.fenced and not isinstance(event, m.AgentLost):
             return [Send(incarnation, m.Refused(f"this agent was fenced: {self.fenced[incarnation]}"))]
-        elif not isinstance(event, m.Join | m.AgentLost | m.Inject | m.SaveWanted):
+        elif not isinstance(event, m.Join | m.AgentLost | m.Inject | m.SaveWanted | m.Release):
             return [Send(incarnation, m.Refused("not joined: the first message must be Join"))]
         handler = _TRANSITIONS.get((self.phase, type(event)))
         if handler is None:
@@ -73,7 +73,9 @@ class Control(Starting):
         elif self.phase in (Phase.TRAINING, Phase.RESUMING):
             out += self._judge_errors(now)
         if self.phase is Phase.TRAINING and not self.finished and (evidence := self.hang.look(self.config.grid.world_size, now)):
-            out += self._begin_recovery([], [evidence], now, now)
+            out += self._reset(self.hang.behind, evidence, now, now)
+        if self.exit_code is None:
+            out += self._replace_unhealthy(now)
         return out if self.exit_code is not None else out + self._go_on_saving(now)
 
     def stop(self, code: int, reason: str) -> list[Decision]:
@@ -86,6 +88,8 @@ class Control(Starting):
         refusal = refusal_of(event, self.config)
         if refusal:
             return [Send(incarnation, m.Refused(refusal)), Log("refused", refusal, {"node": event.node})]
+        if refused := self._refuse_join(event, now):
+            return refused
         agent = Agent(event, now, ranks=[None] * event.workers)
         self.agents[incarnation] = agent
         welcome = m.Welcome(self.config.lease_s, self.config.heartbeat_interval_s)
@@ -171,12 +175,12 @@ class Control(Starting):
         first_s, first = min(self.errors.values(), key=lambda e: e[0])
         if now - first_s <= self.config.lease_s + 2 * self.config.heartbeat_interval_s:
             return []
-        return self._begin_recovery([], [f"rank {first.rank}: {first.text}"], first_s, now)
+        return self._reset(self.errors.keys(), f"rank {first.rank}: {first.text}", first_s, now)
 
     def _worker_lost(self, incarnation: str, event: m.WorkerLost, now: float) -> list[Decision]:
         if not 0 <= event.worker < self.agents[incarnation].join.workers:
             return []
-        if self._at_the_last_rung:  # its agent has what it left
+        if self._at_the_last_rung or self.agents[incarnation].leaving:  # its agent has what it left
             data = {"worker": event.worker, "rank": None}
             return [Log("worker-lost", f"worker {event.worker}: {event.evidence}; it is not needed any more", data)]
         return self._lose({}, now, {(incarnation, event.worker): event.evidence})
@@ -185,7 +189,7 @@ class Control(Starting):
         return self._lose({incarnation: event.evidence}, now) if incarnation in self.agents else []
 
     def _finished(self, incarnation: str, event: m.Finished, now: float) -> list[Decision]:
-        if event.code != 0 and self._at_the_last_rung:
+        if event.code != 0 and (self._at_the_last_rung or self.agents[incarnation].leaving):
             return []
         node = self.agents[incarnation].node
         who = f"rank {event.rank}" if event.rank is not None else f"worker {event.worker}"
@@ -209,7 +213,10 @@ class Control(Starting):
         return self.phase is not Phase.TRAINING and rank not in had
 
     def _inject(self, incarnation: str, event: m.Inject, now: float) -> list[Decision]:
-        return arm(event.injection, self.agents.values())
+        decisions = arm(event.injection, self.agents.values())
+        if event.injection.action != "plug" and not any(isinstance(d, Log) and d.kind == "inject-refused" for d in decisions):
+            self.quarantine.expect(event.injection.node)
+        return decisions
 
     def _note(self, incarnation: str, event: m.Note, now: float) -> list[Decision]:
         return [Log(event.kind, event.text, {"node": self.agents[incarnation].node})]
@@ -246,6 +253,9 @@ _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.FirstStep): Control._first_step for p in (Phase.TRAINING, Phase.RESUMING)},
     **{(p, m.WorkerError): Control._worker_error for p in _STARTED},
     **{(p, m.SaveWanted): Control._save_wanted for p in _LIVE},
+    **{(p, m.Unhealthy): Control._unhealthy for p in _LIVE},
+    **{(p, m.HealthyAgain): Control._healthy_again for p in _LIVE},
+    **{(p, m.Release): Control._release for p in _LIVE},
     **{(p, m.SnapshotWritten): Control._snapshot_written for p in _STARTED},
     **{(p, m.WriteFailed): Control._write_failed for p in _STARTED},
     **{(p, m.GenerationWhole): Control._generation_whole for p in _STARTED},

@@ -103,7 +103,7 @@ class Metrics(Numbers):
 
     def _nodes(self) -> Iterator[Metric]:
         now, agents = self._clock(), list(self._control.agents.values())
-        states = {"active": 0, "spare": 0, "starting": 0}
+        states = {"active": 0, "spare": 0, "starting": 0, "unhealthy": 0}
         ages = GaugeMetricFamily("deadpool_heartbeat_age_seconds", "Since the agent was last heard.", labels=["node"])
         for agent in agents:
             states[agent.state] += 1

@@ -226,7 +226,7 @@ class Coordinator:
                 self.notices.append(decision)
                 if decision.kind == "durable" and self.control.exit_code is not None:  # what came after it is not there any more
                     self.recorder.rolled_back(decision.data["generation"])
-                elif decision.kind == "node-lost":
+                elif decision.kind in ("node-lost", "released"):  # a launcher may bring either back
                     self.lost_nodes.put_nowait(decision.data["node"])
                 elif decision.kind in m.CABLE_FAULTS and self.cables is not None:
                     self.cables.put_nowait((decision.kind, decision.data["node"]))
@@ -261,11 +261,12 @@ class Coordinator:
             return wire.Status(False, "the nodes of this job share one network: start it with --separate-networks to have cables to pull")
         text = ""
         wanted: list[m.Event] = [m.Inject(command.injection)] if command.injection is not None else []
+        wanted += [m.Release(command.release)] if command.release is not None else []
         for event in [*wanted, *([m.SaveWanted()] if command.save else [])]:
             decisions = self.control.handle("", event, time.monotonic())
             self._apply(decisions)
             said = [d for d in decisions if isinstance(d, Log)]
             text = "; ".join(d.reason for d in said)
-            if any(d.kind in ("inject-refused", "save-refused") for d in said):
+            if any(d.kind in ("inject-refused", "save-refused", "release-refused") for d in said):
                 return wire.Status(False, text)
         return status_of(self.control, self.recorder, time.monotonic(), text, command.detail, self._metrics_at)

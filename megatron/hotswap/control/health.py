@@ -1,0 +1,102 @@
+"""Nodes that live and are not fit to train: what they say of themselves, and what their resets say of them. Pure.
+
+Such a node is replaced while it is alive (a planned swap, rung 3): its ranks go to a spare, its agent stays as a source of snapshots
+until every rank has done a step without it, and is dismissed then. Where there is no spare it trains on for as long as it can: a report
+is no failure yet, and must not end a job that makes progress. The next spare takes its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from . import messages as m
+from .decisions import Decision, Log, Send
+from .membership import Agent
+from .phases import Phase
+from .recovering import Recovering
+
+_SAYS = {"device": "a device fails", "command": "its health command fails"}
+
+
+class Health(Recovering):
+    """Control (state.py) calls it with the events."""
+
+    def _unhealthy(self, incarnation: str, event: m.Unhealthy, now: float) -> list[Decision]:
+        agent = self.agents[incarnation]
+        what = f"{_SAYS[event.source]}: {event.reason}"
+        data = {"node": agent.node, "source": event.source, "fatal": event.fatal}
+        if not event.fatal:
+            return [Log("unhealthy", f"node {agent.node}, a warning: {event.reason}", data)]
+        if agent.unhealthy.get(event.source) == event.reason or agent.leaving:
+            return []
+        agent.unhealthy[event.source] = event.reason
+        if self.phase in (Phase.GATHERING, Phase.LOADING):  # nothing has begun that would be lost with it
+            return [Log("unhealthy", f"node {agent.node}: {what}", data), *self._lose({incarnation: what}, now)]
+        if agent.spare:
+            text = f"node {agent.node}: {what}; it is a spare, and gets no ranks while that is so"
+            return [Log("unhealthy", text, data)]
+        orders = self._replace_unhealthy(now)
+        text = "a spare takes its ranks" if agent.leaving else "there is no spare, so it trains on as long as it can, until one comes"
+        return [Log("unhealthy", f"node {agent.node}: {what}; {text}", data), *orders]
+
+    def _healthy_again(self, incarnation: str, event: m.HealthyAgain, now: float) -> list[Decision]:
+        agent = self.agents[incarnation]
+        if agent.unhealthy.pop(event.source, None) is None:
+            return []
+        log = Log("healthy", f"node {agent.node}: its {event.source} says no more that it is unhealthy", {"node": agent.node})
+        return [log, *(self._assign_spares(now) if self.phase is Phase.HALTING else [])]
+
+    def _replace_unhealthy(self, now: float) -> list[Decision]:
+        """Give the ranks of unhealthy nodes to spares, as far as there are some. Call at every tick: a spare may have come."""
+        sick = [a for a in self.agents.values() if a.unhealthy and not a.spare]
+        return self._replace({a.incarnation: "; ".join(f"{_SAYS[s]}: {why}" for s, why in a.unhealthy.items()) for a in sick}, now)
+
+    def _replace(self, why: dict[str, str], now: float) -> list[Decision]:
+        """A planned swap of these agents, as far as there are spares."""
+        idle = self.phase not in (Phase.TRAINING, Phase.HALTING, Phase.RESUMING) or self._at_the_last_rung
+        if not why or idle or self.finished or self._vacant():
+            return []
+        leaving = [self.agents[i] for i in list(why)[: len(self._free_spares())]]
+        if not leaving:
+            return []
+        for agent in leaving:
+            reports = {r: self.halt_reports[r].own for r in agent.ranks if r is not None and r in self.halt_reports}
+            agent.leave(why[agent.incarnation], reports)
+            self.quarantine.put(agent.node, why[agent.incarnation])
+        nodes = [a.node for a in leaving]
+        what = "; ".join(f"{a.node} is replaced: {a.leaving}" for a in leaving)
+        return [*self._begin_recovery(nodes, [a.leaving for a in leaving], now, now, what=what), *self._quarantine_news(now)]
+
+    def _reset(self, blamed: Collection[int], evidence: str, heard: float, now: float) -> list[Decision]:
+        """Rung 1; or 3, if resets have pointed to one node again and again. `blamed` are the ranks that stand out, if not all do."""
+        nodes = {a.node: a for a in self._agents_of(blamed)}
+        why = "" if self.quarantine.expecting else self.resets.blame(set(nodes), evidence, now)
+        swap = self._replace({next(iter(nodes.values())).incarnation: why}, now) if why else []
+        if swap:
+            return swap
+        broken = "" if self.quarantine.expecting else self.loop.strike(self.newest_step, [], [evidence])
+        return self._stop_if(broken, self._begin_recovery([], [evidence], heard, now), now)
+
+    def _agents_of(self, ranks: Collection[int]) -> list[Agent]:
+        assert self.membership is not None
+        members = {self.membership.members[rank].incarnation for rank in ranks}
+        return [self.agents[i] for i in members if i in self.agents]
+
+    # ---- quarantine
+
+    def _release(self, incarnation: str, event: m.Release, now: float) -> list[Decision]:
+        if any(agent.node == event.node for agent in self.agents.values()):
+            text = f"node {event.node} is in the job, so there is nothing to release it from; try again once it has left"
+            return [Log("release-refused", text, {"node": event.node})]
+        held = self.quarantine.all(now)
+        if not self.quarantine.release(event.node):
+            text = f"node {event.node} is not in quarantine; in quarantine: {', '.join(sorted(held)) or 'none'}"
+            return [Log("release-refused", text, {"node": event.node})]
+        return [Log("released", f"node {event.node} may join again", {"node": event.node})]
+
+    def _refuse_join(self, event: m.Join, now: float) -> list[Decision]:
+        """A node of this job that must not have ranks: quarantined, or unhealthy before it has begun. Empty for all others."""
+        refusal = self.quarantine.refusal(event.node, now)
+        if not refusal and event.unhealthy:
+            refusal = f"node {event.node} does not join: {event.unhealthy}; mend that and start its agent again"
+        return [Send(event.incarnation, m.Refused(refusal)), Log("refused", refusal, {"node": event.node})] if refusal else []
