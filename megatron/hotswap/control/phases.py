@@ -30,7 +30,9 @@ CHANGES = {
     (Phase.GATHERING, Phase.ENDED): "a worker could not begin",
     (Phase.LOADING, Phase.ENDED): "a worker could not begin, or no durable generation can be loaded",
     (Phase.TRAINING, Phase.ENDED): "training is done, or the program failed",
-    (Phase.HALTING, Phase.ENDED): "no spare in time and the newest generation written (75), nothing to go back to, or a failure that comes again",
+    (Phase.HALTING, Phase.ENDED): (
+        "no spare in time and the newest generation written (75), nothing to go back to, or a failure that comes again"
+    ),
     (Phase.RESUMING, Phase.ENDED): "the program failed, or resuming timed out again and again",
 }
 

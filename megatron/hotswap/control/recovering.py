@@ -357,6 +357,7 @@ class Recovering(Saves):
         if self.phase is not Phase.TRAINING or len(self.recovery.first_step) < len(self.membership.members):
             return []
         done, self.recovery = self.recovery, None
+        self.newest_step = max(self.newest_step, (done.generation or 0) + 1)
         self.recoveries.append(done)
         recovered = Log("recovered", f"{done.kind} complete", {"recovery": done.time_line(self.version, now)})
         left = {i: agent.leaving for i, agent in self.agents.items() if agent.leaving}  # not needed any more
