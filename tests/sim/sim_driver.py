@@ -31,7 +31,7 @@ TIME_MAX_S = 600.0
 TICK_S = 0.1
 FAULTS = (
     *("kill", "kill", "power", "freeze", "freeze-short", "cut", "link", "rot", "rot"),
-    *("worker", "worker", "workers", "hang", "error", "bug"),
+    *("worker", "worker", "workers", "hang", "error", "bug", "sick"),
 )
 
 
@@ -49,6 +49,7 @@ class Outcome:
     climbed: bool = False  # whether a process was started again and its node, or another, given up in the same recovery
     last_rung: bool = False  # whether a generation was durable when the job ended
     refused: bool = False  # whether no durable generation could be begun from
+    replaced: int = 0  # planned swaps
     respawned: int = 0  # ranks that another process has read back from the slots
     faults: list[str] = field(default_factory=list)
 
@@ -72,6 +73,7 @@ class World:
         self.replicas = rng.choice([1, 1, 2]) if nodes > 2 else 1
         self.interval = rng.choice([1, 1, 2, 3])
         self.skip = rng.random() < 0.3  # rather than wait, when a replica is late
+        self.replaced = 0  # planned swaps
         self.damaged = 0  # copies that were found to be of no use
         self.rotted = False  # whether the bytes of some copy have changed
         self.proven_by_step = rng.random() < 0.5
@@ -103,6 +105,7 @@ class World:
                 settle_s=2.0,
                 respawn_timeout_s=4.0,
                 respawn_window_s=rng.choice([0.0, 1.0, 100.0]),
+                quarantine_failures=random.Random(f"quarantine {seed}").choice([1, 2, 3, 100]),
                 replicas=self.replicas,
                 interval=self.interval,
                 durable=durable,
@@ -215,6 +218,9 @@ class World:
         for decision in decisions:
             if isinstance(decision, Log):
                 self.damaged += decision.kind == "copy-damaged"
+                if decision.kind == "assign":
+                    self.checkers.on_assign(decision.data["node"])
+                self.replaced += "is replaced:" in decision.reason and decision.kind == "recovery"
                 if decision.kind == "resumed":
                     self.checkers.on_resumed()
                 elif decision.kind == "recovery" and not self.moments:
@@ -281,6 +287,9 @@ class World:
         elif kind == "link":
             self._link_fault(agent)
             return
+        elif kind == "sick":
+            self._sicken(agent)
+            return
         else:
             self._thread_fault(kind, agent)
             return
@@ -301,6 +310,12 @@ class World:
         copies += [s for rank in self.everyone for s in agent.replica_snapshots(rank).values()]
         if copies:
             self.rng.choice(copies).rotten = self.rotted = True
+
+    def _sicken(self, agent: FakeAgent) -> None:
+        """The node's health command fails; now and then it is well again later."""
+        agent.node.run(agent.say, m.Unhealthy("command", "sick"))
+        if self.rng.random() < 0.4:
+            agent.node.after(self.rng.uniform(0.1, 3.0), agent.say, m.HealthyAgain("command"))
 
     @staticmethod
     def _kill_worker(agent: FakeAgent, worker: FakeWorker) -> None:
@@ -391,6 +406,7 @@ def simulate(seed: int, change: Any = None) -> Outcome:
         any(r.respawned and r.lost_nodes for r in [*control.recoveries, *([control.recovery] if control.recovery else [])]),
         control.exit_code in (1, 75) and "is durable in" in control.exit_reason,
         "no durable generation can be gone on from" in control.exit_reason,
+        world.replaced,
         world.respawned,
         world.faults,
     )

@@ -40,13 +40,15 @@ def test_no_schedule_breaks_a_guarantee():
         endings["damaged"] += outcome.damaged > 0
         endings["respawned"] += outcome.respawned > 0
         endings["respawn, then swap"] += outcome.climbed
+        endings["replaced"] += outcome.replaced > 0
+        endings["loop"] += "and was never completed" in outcome.reason
         endings["program"] += "failed in step" in outcome.reason
         endings["durable"] += outcome.last_rung
         endings["not written"] += "was not written to" in outcome.reason
         endings["refused"] += outcome.refused
     print(dict(endings))
     # The schedules reach what they are meant to reach: each ending, and failures during a recovery.
-    reached = (0, 1, 75, "second failure", "recovered", "skipped", "damaged", "respawned", "respawn, then swap", "program")
+    reached = (0, 1, 75, "second failure", "recovered", "skipped", "damaged", "respawned", "respawn, then swap", "program", "replaced")
     assert all(endings[kind] > SCHEDULES // 60 for kind in reached), endings
     assert all(endings[kind] > SCHEDULES // 400 for kind in ("durable", "not written", "refused")), endings
 

@@ -32,11 +32,15 @@ class LoopBreaker:
         self._reasons: list[str] = []
         self._swapped: list[str] = []  # different nodes
 
+    def passed(self, step: int) -> None:
+        """The step is complete, on every rank."""
+        if step > self._newest:
+            self._newest = step
+            self._reasons, self._swapped = [], []
+
     def strike(self, newest_step: int, swapped: Sequence[str], evidence: Sequence[str]) -> str:
         """The job fails again; `newest_step` is complete, `swapped` nodes are replaced for it. Why it must stop, in words, or empty."""
-        if newest_step > self._newest:
-            self._newest = newest_step
-            self._reasons, self._swapped = [], []
+        self.passed(newest_step)
         stop = len(self._swapped) >= SWAPS_MAX or len(self._reasons) >= STRIKES_MAX
         self._reasons.append(", ".join(evidence)[:_REASON_CHARS_MAX])
         if stop:

@@ -30,6 +30,7 @@ class Agent:
     unhealthy: dict[str, str] = field(default_factory=dict)  # source -> what it says is wrong with the node
     leaving: str = ""  # why a spare has taken its ranks although it lives: its memory is a source until the recovery is complete
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # rank that it had -> generations in its own slots
+    left_ranks: frozenset[int] = frozenset()
     left_up_to: int | None = None  # what it has of later generations is not of the course that training has taken without it
 
     @property
@@ -72,6 +73,7 @@ class Agent:
     def leave(self, why: str, own: Mapping[int, tuple[int, ...]]) -> None:
         """It has no ranks any more, though it lives; `own` is what it is known to have of them."""
         self.leaving = why
+        self.left_ranks = frozenset(rank for rank in self.ranks if rank is not None)
         self.ranks = [None] * self.join.workers
         self.due_s.clear()
         self.left |= own

@@ -70,7 +70,7 @@ class Quarantine:
         if len(recent) < self._failures_max:
             return ""
         text = (
-            f"it failed {len(recent)} times within {now - failures[0][0]:.0f} s ({'; '.join(recent)}), and "
+            f"it failed {len(recent)} time{'s' if len(recent) > 1 else ''} within {now - failures[0][0]:.0f} s ({'; '.join(recent)}), and "
             f"--hot-swap-quarantine-failures is {self._failures_max} in {self._window_s:g} s"
         )
         self.put(node, text, now + self._window_s)

@@ -89,7 +89,7 @@ class Recovering(Saves):
         on_purpose = any(self.quarantine.on_purpose(node, len(self.recoveries)) for node in (*gone, *down.values()))
         if not counts or on_purpose or self._at_the_last_rung:
             return ""
-        return self.loop.strike(self.newest_step, gone, evidence)
+        return self.loop.strike(self.newest_step, gone, [f"{', '.join(gone)}: {', '.join(evidence)}"] if gone else evidence)
 
     def _stop_if(self, broken: str, recovery: list[Decision], now: float) -> list[Decision]:
         """The recovery, or the last rung after its halt if the job is not to go on."""
@@ -281,6 +281,9 @@ class Recovering(Saves):
         if self._unreported():
             return []
         choice = plan.choose(*self._held())
+        waits = self.deadline_s is not None and now <= self.deadline_s
+        if isinstance(choice, str) and waits and any(a.leaving and a.left_ranks - a.left.keys() for a in self.agents.values()):
+            return []  # their own slots, of which they have not told yet, may have what nobody else has
         if isinstance(choice, str) and self.durable_generation >= 0:
             return self._end_durable(Ending(75, f"no memory has anything to go back to: {choice}"))
         if isinstance(choice, str):
@@ -357,7 +360,7 @@ class Recovering(Saves):
         if self.phase is not Phase.TRAINING or len(self.recovery.first_step) < len(self.membership.members):
             return []
         done, self.recovery = self.recovery, None
-        self.newest_step = max(self.newest_step, (done.generation or 0) + 1)
+        self.loop.passed((done.generation or 0) + 1)
         self.recoveries.append(done)
         recovered = Log("recovered", f"{done.kind} complete", {"recovery": done.time_line(self.version, now)})
         left = {i: agent.leaving for i, agent in self.agents.items() if agent.leaving}  # not needed any more
