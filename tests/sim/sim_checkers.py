@@ -250,7 +250,8 @@ class Checkers:
                 require(len(self.world.faults) >= 3, "ladder", f"{self.world.faults} were taken for a loop: {control.exit_reason}")
                 return
             require("nothing to go back to" in control.exit_reason or self.peak == 0, "ending", f"unexpected: {control.exit_reason}")
-            lost = {x.incarnation for v in self.memberships.values() for x in v.members} & control.fenced.keys()
+            had = {x.incarnation for v in self.memberships.values() for x in v.members}
+            lost = {i for i in had if i in control.fenced or not self.world.agents[i].node.alive}  # known to be, or truly
             few = len(lost) <= self.world.control.config.replicas and not self.world.rotted
             require(not few or not self.committed, "guarantee 3", f"the loss of {lost} alone ended the job: {control.exit_reason}")
             common = self._held_by_all(living)

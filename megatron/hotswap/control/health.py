@@ -36,7 +36,12 @@ class Health(Recovering):
             text = f"node {agent.node}: {what}; it is a spare, and gets no ranks while that is so"
             return [Log("unhealthy", text, data)]
         orders = self._replace_unhealthy(now)
-        text = "a spare takes its ranks" if agent.leaving else "there is no spare, so it trains on as long as it can, until one comes"
+        if agent.leaving:
+            text = "a spare takes its ranks"
+        elif self.membership is not None and self._free_spares():
+            text = "a spare takes its ranks as soon as all that it has lies elsewhere too"
+        else:
+            text = "there is no spare, so it trains on as long as it can, until one comes"
         return [Log("unhealthy", f"node {agent.node}: {what}; {text}", data), *orders]
 
     def _healthy_again(self, incarnation: str, event: m.HealthyAgain, now: float) -> list[Decision]:
@@ -52,9 +57,10 @@ class Health(Recovering):
         return self._replace({a.incarnation: "; ".join(f"{_SAYS[s]}: {why}" for s, why in a.unhealthy.items()) for a in sick}, now)
 
     def _replace(self, why: dict[str, str], now: float) -> list[Decision]:
-        """A planned swap of these agents, as far as there are spares."""
+        """A planned swap of these agents, as far as there are spares, and once nothing depends on them alone: before the membership's
+        first generation is committed, the only copy of a rank may be in the slots of a worker that does not answer any more."""
         idle = self.phase not in (Phase.TRAINING, Phase.HALTING, Phase.RESUMING) or self._at_the_last_rung
-        if not why or idle or self.finished or self._vacant():
+        if not why or idle or self.finished or self.committed < self.base or self._vacant():
             return []
         leaving = [self.agents[i] for i in list(why)[: len(self._free_spares())]]
         if not leaving:

@@ -51,6 +51,7 @@ class Job:
         self.loop = LoopBreaker()
         self.resets = Resets(config.respawn_window_s)
         self.hang = HangDetector(config.hang_factor, config.hang_min_s)
+        self.base = 0  # the generation that the membership began from
         self.newest_step = 0  # completed, as far as was said
         self.saving: Saving | None = None  # while a generation is being written
         self.save_wanted = False  # by a user

@@ -323,7 +323,7 @@ class Recovering(Saves):
         self.commits.begin_again(choice.generation)
         replaced = tuple(rank for rank, report in sorted(self.halt_reports.items()) if report.done is None)
         resume = m.Resume(self.membership, choice.generation, self._store(), sources, choice.redo_sections, replaced)
-        self.newest_step = choice.generation
+        self.newest_step = self.base = choice.generation
         data = {"version": self.version, "generation": choice.generation, "fetch": sorted(sources), "holders": holders}
         logs = [*self._saving_unneeded(), Log("plan", choice.reason, data)]
         logs += [Log("placement", worse, {"holders": holders})] if worse else []

@@ -132,6 +132,7 @@ class Starting(Health):
     def _start(self, membership: m.Membership, generation: int | None) -> list[Decision]:
         self.membership, self.loading = membership, None
         self._enter(Phase.TRAINING)
+        self.base = generation or 0
         if generation is not None:
             self.commits.begin_again(generation)
             self.newest_step, self.durable_generation = generation, generation
