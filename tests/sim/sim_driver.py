@@ -199,7 +199,8 @@ class World:
         before = self.checkers.before_event(incarnation)
         self._decided(self.control.handle(incarnation, event, self.clock.now))
         self.checkers.after_event(incarnation, before)
-        if isinstance(event, m.WorkerError) and not event.collective and before is None:
+        leaves = incarnation in self.control.agents and self.control.agents[incarnation].leaving  # what fails on it is put down to it
+        if isinstance(event, m.WorkerError) and not event.collective and before is None and not leaves:
             self.checkers.on_program_error(event)
 
     def tick(self) -> None:

@@ -66,12 +66,23 @@ class Health(Recovering):
         if not leaving:
             return []
         for agent in leaving:
-            reports = {r: self.halt_reports[r].own for r in agent.ranks if r is not None and r in self.halt_reports}
-            agent.leave(why[agent.incarnation], reports)
+            out = self.halt_reports if self.phase is Phase.HALTING else {}  # else they are of an earlier halt
+            agent.leave(why[agent.incarnation], {r: out[r].own for r in agent.ranks if r is not None and r in out})
             self.quarantine.put(agent.node, why[agent.incarnation])
         nodes = [a.node for a in leaving]
         what = "; ".join(f"{a.node} is replaced: {a.leaving}" for a in leaving)
-        return [*self._begin_recovery(nodes, [a.leaving for a in leaving], now, now, what=what), *self._quarantine_news(now)]
+        recovery = self._begin_recovery(nodes, [a.leaving for a in leaving], now, now, what=what)
+        asked = [Send(a.incarnation, m.TakeStock(self.version)) for a in leaving if a.left_dead]
+        return [*recovery, *asked, *self._quarantine_news(now)]
+
+    def _stock_or_left(self, incarnation: str, event: m.Stock, now: float) -> list[Decision]:
+        """At the last rung what everyone could write; from a node that leaves, what its dead processes have left in its slots."""
+        agent = self.agents[incarnation]
+        if not agent.leaving or self._at_the_last_rung:
+            return self._stock(incarnation, event, now)
+        agent.left |= {rank: generations for rank, generations in event.snapshots.items() if rank in agent.left_dead}
+        agent.left |= dict.fromkeys(agent.left_dead - event.snapshots.keys(), ())
+        return self._try_plan(now)
 
     def _reset(self, blamed: Collection[int], evidence: str, heard: float, now: float) -> list[Decision]:
         """Rung 1; or 3, if resets have pointed to one node again and again. `blamed` are the ranks that stand out, if not all do."""

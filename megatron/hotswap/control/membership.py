@@ -31,6 +31,7 @@ class Agent:
     leaving: str = ""  # why a spare has taken its ranks although it lives: its memory is a source until the recovery is complete
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # rank that it had -> generations in its own slots
     left_ranks: frozenset[int] = frozenset()
+    left_dead: frozenset[int] = frozenset()  # of these, whose process is gone or stuck: its agent tells what it has left
     left_up_to: int | None = None  # what it has of later generations is not of the course that training has taken without it
 
     @property
@@ -74,6 +75,7 @@ class Agent:
         """It has no ranks any more, though it lives; `own` is what it is known to have of them."""
         self.leaving = why
         self.left_ranks = frozenset(rank for rank in self.ranks if rank is not None)
+        self.left_dead = frozenset(rank for worker in self.due_s if (rank := self.ranks[worker]) is not None)
         self.ranks = [None] * self.join.workers
         self.due_s.clear()
         self.left |= own

@@ -281,14 +281,27 @@ class Recovering(Saves):
         if self._unreported():
             return []
         choice = plan.choose(*self._held())
-        waits = self.deadline_s is not None and now <= self.deadline_s
-        if isinstance(choice, str) and waits and any(a.leaving and a.left_ranks - a.left.keys() for a in self.agents.values()):
-            return []  # their own slots, of which they have not told yet, may have what nobody else has
+        if isinstance(choice, str) and (asked := self._ask_leaving(now)) is not None:
+            return asked
         if isinstance(choice, str) and self.durable_generation >= 0:
             return self._end_durable(Ending(75, f"no memory has anything to go back to: {choice}"))
         if isinstance(choice, str):
             return self._end(1, f"nothing to go back to: {choice}")
         return self._resume(choice, now)
+
+    def _ask_leaving(self, now: float) -> list[Decision] | None:
+        """The slots of a node that leaves may have what nobody else has: wait for its workers to tell, then ask its agent what those that
+        are stuck have left. None: all is told."""
+        silent = {i: a for i, a in self.agents.items() if a.leaving and a.left_ranks - a.left.keys()}
+        if silent and self.deadline_s is not None and now <= self.deadline_s:
+            return []
+        unasked = {i: a for i, a in silent.items() if a.left_ranks - a.left.keys() - a.left_dead}
+        if not unasked:
+            return None
+        self.deadline_s = now + self.config.halt_timeout_s
+        for agent in unasked.values():
+            agent.left_dead |= agent.left_ranks - agent.left.keys()
+        return [Send(i, m.TakeStock(self.version)) for i in unasked]
 
     def _held(self) -> tuple[list[plan.Holdings], dict[int, dict[int, list[str]]]]:
         """What every rank and every holder has said to have, less what is known to be damaged: as plan.choose wants it."""
