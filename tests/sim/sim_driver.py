@@ -31,7 +31,7 @@ TIME_MAX_S = 600.0
 TICK_S = 0.1
 FAULTS = (
     *("kill", "kill", "power", "freeze", "freeze-short", "cut", "link", "rot", "rot"),
-    *("worker", "worker", "workers", "hang", "error", "bug", "sick"),
+    *("worker", "worker", "workers", "hang", "error", "bug"),
 )
 
 
@@ -121,6 +121,7 @@ class World:
         self.faults_left = rng.choice([1, 1, 2, 2, 3, 4])
         self.moments: list[list[Any]] = []  # [kind of message, how many of it until a fault strikes]
         self._lives = 0
+        self._sickness = random.Random(f"sickness {seed}")  # a stream of its own, as that of pauses
         self._weather = random.Random(f"pauses {seed}")  # a stream of its own: with pauses or without, the rest of a seed is the same
         self.pauses = self._weather.random() < 0.3
         self._stands_until = self._reads_at = 0.0
@@ -197,10 +198,11 @@ class World:
             return
         incarnation, event = arrived
         before = self.checkers.before_event(incarnation)
+        trains = self.control.version - (self.control.phase is Phase.HALTING)  # an error of any other membership is not counted
         self._decided(self.control.handle(incarnation, event, self.clock.now))
         self.checkers.after_event(incarnation, before)
         leaves = incarnation in self.control.agents and self.control.agents[incarnation].leaving  # what fails on it is put down to it
-        if isinstance(event, m.WorkerError) and not event.collective and before is None and not leaves:
+        if isinstance(event, m.WorkerError) and not event.collective and before is None and not leaves and event.version == trains:
             self.checkers.on_program_error(event)
 
     def tick(self) -> None:
@@ -232,6 +234,8 @@ class World:
             if isinstance(message, m.Start):
                 self.checkers.on_membership(message.membership, message.generation or 0, {}, True)
                 self._plan_faults()
+                if self.faults_left and self._sickness.random() < 0.3:
+                    self.clock.after(self._sickness.uniform(0.05, 0.3 * self.steps), self._sicken)
             elif isinstance(message, m.Resume):
                 self.checkers.on_membership(message.membership, message.generation, self.control.halt_reports, message.redo_sections)
             self.downlinks[decision.incarnation].send(message)
@@ -288,9 +292,6 @@ class World:
         elif kind == "link":
             self._link_fault(agent)
             return
-        elif kind == "sick":
-            self._sicken(agent)
-            return
         else:
             self._thread_fault(kind, agent)
             return
@@ -312,11 +313,16 @@ class World:
         if copies:
             self.rng.choice(copies).rotten = self.rotted = True
 
-    def _sicken(self, agent: FakeAgent) -> None:
-        """The node's health command fails; now and then it is well again later."""
+    def _sicken(self) -> None:
+        """Some node's health command fails; now and then it is well again later."""
+        rng, living = self._sickness, [a for a in self.agents.values() if a.node.alive and not a.ended]
+        if not living or self.control.exit_code is not None:
+            return
+        agent = rng.choice(living)
+        self.faults.append(f"{self.clock.now:.3f} s {self.control.phase.value}: sick {agent.incarnation}")
         agent.node.run(agent.say, m.Unhealthy("command", "sick"))
-        if self.rng.random() < 0.4:
-            agent.node.after(self.rng.uniform(0.1, 3.0), agent.say, m.HealthyAgain("command"))
+        if rng.random() < 0.4:
+            agent.node.after(rng.uniform(0.1, 3.0), agent.say, m.HealthyAgain("command"))
 
     @staticmethod
     def _kill_worker(agent: FakeAgent, worker: FakeWorker) -> None:
