@@ -46,7 +46,7 @@ def serve(config: ControlConfig, run_dir: Path, link: Connection) -> None:
     """The coordinator's process."""
 
     async def run() -> None:
-        coordinator = Coordinator(config, run_dir)
+        coordinator = Coordinator.with_journal(config, run_dir)
         link.send(await coordinator.start("127.0.0.1", 0))
         await coordinator.ended.wait()
 

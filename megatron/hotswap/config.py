@@ -34,6 +34,8 @@ class HotSwapConfig:
     health_command: str | None
     health_interval_s: float
     health_timeout_s: float
+    coordinator_timeout_s: float
+    store: str
     hang_factor: float
     hang_min_s: float
     keep_durable: int
@@ -51,9 +53,8 @@ class HotSwapConfig:
     metrics_address: str
 
     def __post_init__(self) -> None:
-        positive = ("lease_s", "heartbeat_interval_s", "halt_timeout_s", "resume_timeout_s", "collective_timeout_s", "respawn_timeout_s")
-        positive += ("quarantine_window_s", "health_interval_s", "health_timeout_s")
-        for name in positive:
+        times = ("_timeout_s", "lease_s", "interval_s", "quarantine_window_s")
+        for name in (field.name for field in fields(self) if field.name.endswith(times)):
             value = getattr(self, name)
             if value <= 0:
                 raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be greater than 0, got {value}")
@@ -140,6 +141,14 @@ _DEADLINES = (
         "N",
         "a job in which no rank comes any further for N of its normal steps hangs: all ranks begin again in place, and those that do not "
         "answer are started again; evaluations and checkpoints are not judged (default: %(default)s)",
+    ),
+    _Flag(
+        "coordinator-timeout-s",
+        float,
+        300.0,
+        "S",
+        "how long an agent looks for a coordinator that it has lost, or another in its place; training goes on meanwhile "
+        "(default: %(default)s)",
     ),
     _Flag("hang-min-s", float, 30.0, "S", "the least time without progress that is taken for a hang (default: %(default)s)"),
 )
@@ -246,6 +255,16 @@ _SNAPSHOTS = (
         choices=("no", "yes"),
     ),
 )
+_CONTROL = (
+    _Flag(
+        "store",
+        str,
+        "journal",
+        "journal|etcd://HOST:PORT[,…]",
+        "where the coordinator records its decisions: a file of the run directory, from which it can be started again, or etcd, with which "
+        "the node that it runs on may be lost (default: %(default)s)",
+    ),
+)
 _WATCHING = (
     _Flag(
         "metrics-port",
@@ -282,7 +301,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="encrypt snapshots on their way between nodes (transport tcp), with TLS 1.3; docs/security.md says what that costs. "
         "Control traffic is encrypted always",
     )
-    for flag in (*_DEADLINES, *_HEALTH, *_SNAPSHOTS, *_WATCHING):
+    for flag in (*_DEADLINES, *_HEALTH, *_SNAPSHOTS, *_CONTROL, *_WATCHING):
         group.add_argument(
             f"--hot-swap-{flag.name}", type=flag.kind, default=flag.default, metavar=flag.metavar, help=flag.help, choices=flag.choices
         )

@@ -21,6 +21,7 @@ class AgentEnvironment:
     run_id: str
     node: str
     workers: int
+    launcher_pid: int | None = None  # whose death is this agent's end, where it was started on the same machine
 
     def export(self) -> dict[str, str]:
         """The variables that say this."""
@@ -29,6 +30,7 @@ class AgentEnvironment:
             "DEADPOOL_RUN_ID": self.run_id,
             "DEADPOOL_NODE": self.node,
             "DEADPOOL_WORKERS": str(self.workers),
+            **({"DEADPOOL_LAUNCHER_PID": str(self.launcher_pid)} if self.launcher_pid is not None else {}),
         }
 
 
@@ -94,6 +96,7 @@ def agent() -> AgentEnvironment:
         env["DEADPOOL_RUN_ID"],
         env["DEADPOOL_NODE"],
         int(env["DEADPOOL_WORKERS"]),
+        int(env["DEADPOOL_LAUNCHER_PID"]) if "DEADPOOL_LAUNCHER_PID" in env else None,
     )
 
 

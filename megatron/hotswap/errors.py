@@ -25,6 +25,10 @@ class Fenced(HotSwapError):
     """This process belongs to a membership that is over; it must end itself without touching anything."""
 
 
+class Deposed(HotSwapError):
+    """This coordinator does not lead the job any more: another one does, and it must not decide anything."""
+
+
 class InjectedFault(HotSwapError):
     """Raised on purpose, to see what follows: it stands for an error of the user's program."""
 

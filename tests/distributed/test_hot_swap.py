@@ -25,6 +25,7 @@ from hot_swap_job import BY_TWO, EVERY, GRIDS, PHASES, ROOT, Fault, GridCase, ar
 from watcher import Watcher
 
 from megatron.hotswap.cli.launch import VirtualNodes
+from megatron.hotswap.control.messages import Injection
 from megatron.hotswap.coordinator.service import Coordinator, Scheduled
 
 FULL = os.environ.get("DEADPOOL_FULL_MATRIX") == "1"
@@ -154,13 +155,14 @@ def test_encrypted_snapshots_bring_a_lost_node_back(tmp_path: Path, reference_of
     """With --hot-swap-encrypt replicas travel over TLS, to the holder and back to the spare, with the same bits as the result.
 
     The job is watched while it trains, in every way that docs/watching.md has."""
-    planned, iterations = [Scheduled("kill", "node", 3, 3, "h2h"), Scheduled("kill", "node", 0, 12, "backward")], 15  # apart: to be watched
+    planned, iterations = [Scheduled("kill", "node", 3, 3, "h2h")], 40
+    second = Injection("kill", "node", "node0", 0, 1, "backward")  # of the rank that logs, once all has been seen
     run_dir = tmp_path / "disturbed"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     watched = ["--hot-swap-metrics-port", str(port), "--tensorboard-dir", str(tmp_path / "scalars")]
     command, script = [*argv(BY_TWO, iterations, None), "--hot-swap-encrypt", *watched], ROOT / "tests/distributed/pretrain_with_scalars.py"
-    with Watcher(run_dir, scraped_from_step=7) as watcher:
+    with Watcher(run_dir, scraped_from_step=7, then=second) as watcher:
         summary = run_job(BY_TWO, run_dir, command, spares=1, faults=planned, show=watcher, script=script)
         statuses = watcher.statuses()
     assert summary["exit_code"] == 0, summary["ended"]

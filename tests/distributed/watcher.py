@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,8 @@ from typing import Any
 from hot_swap_job import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron.hotswap.cli.client import call
+from megatron.hotswap.control.messages import Injection
 from megatron.hotswap.coordinator.service import Coordinator
 
 Samples = dict[tuple[str, ...], float]
@@ -26,14 +29,16 @@ def scrape(target: str) -> Samples:
 
 
 class Watcher:
-    """Called by the launcher ten times a second, on the coordinator's own loop: what it reads is served by other threads.
+    """Called by the launcher ten times a second, on the coordinator's own loop, which it must not hold up: it reads in a thread.
 
-    A context: the command it starts does not outlive it, whatever becomes of the test.
+    A context: neither the thread nor the command that it starts outlives it, whatever becomes of the test.
     """
 
-    def __init__(self, run_dir: Path, scraped_from_step: int) -> None:
-        self._run_dir, self._scraped_from_step = run_dir, scraped_from_step
+    def __init__(self, run_dir: Path, scraped_from_step: int, then: Injection) -> None:
+        """From that step on every target is read, once; `then` is what happens next to the job."""
+        self._run_dir, self._scraped_from_step, self._then = run_dir, scraped_from_step, then
         self._asked: subprocess.Popen[str] | None = None
+        self._reading: threading.Thread | None = None
         self.coordinator: Samples = {}
         self.agents: dict[str, Samples] = {}  # by node
 
@@ -42,8 +47,10 @@ class Watcher:
             command = [sys.executable, "-m", "megatron.hotswap.cli.main", "status", "--run-dir", str(self._run_dir), "--watch", "--json"]
             self._asked = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         last = coordinator.recorder.last_step
-        if not self.coordinator and last is not None and last.step >= self._scraped_from_step:
-            self._scrape()
+        idle = self._reading is None or not self._reading.is_alive()
+        if idle and not self.coordinator and last is not None and last.step >= self._scraped_from_step:
+            self._reading = threading.Thread(target=self._scrape, name="watcher")
+            self._reading.start()
 
     def __enter__(self) -> Watcher:
         return self
@@ -52,9 +59,11 @@ class Watcher:
         if self._asked is not None:
             self._asked.kill()
             self._asked.communicate()
+        if self._reading is not None:
+            self._reading.join()
 
     def _scrape(self) -> None:
-        """Every target once; all over again at the next call if one does not answer: a node may be lost at this very moment."""
+        """Every target once; all over again later if one does not answer: a node may be lost at this very moment."""
         coordinator: Samples = {}
         agents: dict[str, Samples] = {}
         try:
@@ -67,7 +76,8 @@ class Watcher:
                     coordinator = samples
         except OSError:
             return
-        self.coordinator, self.agents = coordinator, agents
+        self.agents, self.coordinator = agents, coordinator  # the second says that all is here
+        call(self._run_dir, self._then)
 
     def statuses(self) -> list[dict[str, Any]]:
         """What `deadpool status` printed, once the job is over and it has ended by itself."""

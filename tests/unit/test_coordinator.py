@@ -54,7 +54,7 @@ async def until(true) -> None:
 
 async def story(run_dir) -> None:
     control = ControlConfig("run", issue(run_dir, "run"), Grid(2), 2, 0, lease_s=LEASE_S, heartbeat_interval_s=INTERVAL_S)
-    coordinator = Coordinator(control, run_dir)
+    coordinator = Coordinator.with_journal(control, run_dir)
     address = await coordinator.start("127.0.0.1", 0)
     agents = {node: agent(address, node, run_dir) for node in ("a", "b")}
     try:

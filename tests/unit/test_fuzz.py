@@ -24,7 +24,6 @@ from megatron.hotswap.agent import inject, local
 from megatron.hotswap.agent.lives import Lives
 from megatron.hotswap.agent.worker_process import WorkerProcess
 from megatron.hotswap.cli import picture, verify
-from megatron.hotswap.cli.launch import Job, running_job
 from megatron.hotswap.cli.log_tail import LogTail
 from megatron.hotswap.codec import decoder
 from megatron.hotswap.control import messages as m
@@ -32,6 +31,7 @@ from megatron.hotswap.control.config import ControlConfig
 from megatron.hotswap.control.sanity import nonsense
 from megatron.hotswap.control.state import Control, Phase
 from megatron.hotswap.coordinator import wire
+from megatron.hotswap.coordinator.job_file import Job, running_job
 from megatron.hotswap.errors import Malformed, PeerFault, SnapshotMismatch, UsageError
 from megatron.hotswap.replication import envelope, link, pmi, side, side_loop
 from megatron.hotswap.replication.tcp_stream import Offer, sealed

@@ -20,10 +20,10 @@ import pytest
 
 from megatron.hotswap import config
 from megatron.hotswap.cli.client import call
-from megatron.hotswap.cli.launch import Job
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.config import ControlConfig
 from megatron.hotswap.coordinator import wire
+from megatron.hotswap.coordinator.job_file import Job
 from megatron.hotswap.coordinator.service import Coordinator
 from megatron.hotswap.errors import UsageError
 from megatron.hotswap.replication.transports import protection
@@ -44,7 +44,7 @@ class Running:
 
     async def __aenter__(self):
         self.token = authority.issue(self.run_dir, RUN)
-        self.coordinator = Coordinator(ControlConfig(RUN, self.token, Grid(2), 2, 0), self.run_dir)
+        self.coordinator = Coordinator.with_journal(ControlConfig(RUN, self.token, Grid(2), 2, 0), self.run_dir)
         self.address = await self.coordinator.start("127.0.0.1", 0)
         return self
 

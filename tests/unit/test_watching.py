@@ -21,7 +21,6 @@ from test_security import RUN, Running, on_a_loop
 
 from megatron.hotswap.agent.metrics import Metrics as AgentMetrics
 from megatron.hotswap.cli.client import call
-from megatron.hotswap.cli.launch import Job
 from megatron.hotswap.cli.status import describe, show_status
 from megatron.hotswap.config import parse
 from megatron.hotswap.control import messages as m
@@ -29,6 +28,7 @@ from megatron.hotswap.control.config import ControlConfig
 from megatron.hotswap.control.decisions import EVENT_KINDS
 from megatron.hotswap.control.state import Control, Phase
 from megatron.hotswap.coordinator import wire
+from megatron.hotswap.coordinator.job_file import Job
 from megatron.hotswap.coordinator.metrics import Metrics as CoordinatorMetrics
 from megatron.hotswap.coordinator.recorder import Recorder
 from megatron.hotswap.errors import UsageError

@@ -11,32 +11,31 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import msgspec
 
 from .. import environment
 from ..config import HotSwapConfig
 from ..control import messages as m
-from ..control.lease import COORDINATOR_LEASES, Listener
-from ..coordinator import wire
-from ..errors import Fenced, HotSwapError, Malformed, SnapshotMismatch, UsageError
-from ..processes import adopt_orphans
+from ..coordinator.stores import finder
+from ..errors import Fenced, HotSwapError, SnapshotMismatch, UsageError
+from ..processes import adopt_orphans, die_with_parent
 from ..replication.transfer import ReplicaStore
 from ..replication.transports import make_transport, protection
 from ..security import files as credentials
-from ..security.tls import why_refused
 from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import OWN_SLOTS, Slots, Word, require_room, require_room_for_job
 from . import local, own_snapshot
+from .coordinator_link import Calls, CoordinatorLink
 from .domain import failure_domain
 from .durable import Durable
 from .health import NodeHealth
 from .inject import strike
 from .lives import Lives
+from .pool import started_pool
 from .replicator import Replicator, free_slot, own_slot_of
 from .scratch import Scratch
 from .watched import Watched
@@ -63,8 +62,15 @@ class Agent:
         self._worker_env = worker_env
         self._tmp = tmp
         self._interface = config.interface or _address_towards(place.coordinator)
-        self._outbox: asyncio.Queue[m.FromAgent] = asyncio.Queue()
-        self._lives = Lives(self._from_worker, self._worker_lost, lambda: self._lease_s)
+        self._lives = Lives(self._from_worker, self._worker_lost, lambda: self._link.lease_s)
+        self._link = CoordinatorLink(
+            place.coordinator,
+            shown,
+            Calls(self._obey, self._rejoin, self._lives.progress, self._stop_ranks, finder(config.store, config.run_dir, place.run_id)),
+            lease_s=config.lease_s,
+            interval_s=config.heartbeat_interval_s,
+            timeout_s=config.coordinator_timeout_s,
+        )
         self._workers = self._lives.workers
         self._replicas = ReplicaStore(place.run_id, self._require_room)
         self._transport = make_transport(config, shown, self._interface)
@@ -85,10 +91,9 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()  # that nobody waits for
         self._membership: m.Membership | None = None
         self._recovery: asyncio.Task[None] | None = None
+        self._join: m.Join | None = None  # said first
+        self._version = 0  # the newest membership that was heard of
         self._armed: list[m.Injection] = []
-        self._heard_s = 0.0
-        self._lease_s = config.lease_s
-        self._listener = Listener(COORDINATOR_LEASES * config.lease_s, config.heartbeat_interval_s, turn_s=config.heartbeat_interval_s)
         self._exit: asyncio.Future[int] | None = None
         self._release_after: frozenset[int] | None = None  # replicas to keep once the new membership has committed
 
@@ -96,6 +101,7 @@ class Agent:
         """Until the job is over, or this agent is fenced."""
         loop = asyncio.get_running_loop()
         self._exit = loop.create_future()
+        loop.set_default_executor(started_pool())
         loop.set_exception_handler(self._fail)
         moved_by = await self._transport.check()
         address = await self._transport.serve(self._replicas)
@@ -104,24 +110,23 @@ class Agent:
         unhealthy = await self._health.at_start()
         for index in range(0 if unhealthy else self.place.workers):
             self._start_worker(index)
-        self._say(
-            m.Join(
-                m.PROTOCOL,
-                self.place.run_id,
-                self._shown.token,
-                self.place.node,
-                self.incarnation,
-                self.place.workers,
-                address,
-                failure_domain(self.config.failure_domain, self.place.node),
-                unhealthy,
-            )
+        self._join = m.Join(
+            m.PROTOCOL,
+            self.place.run_id,
+            self._shown.token,
+            self.place.node,
+            self.incarnation,
+            self.place.workers,
+            address,
+            failure_domain(self.config.failure_domain, self.place.node),
+            unhealthy,
         )
-        self._heard_s = loop.time()
-        if (told := await self._watched.serve(self._workers, self._replicas, self._replicator, lambda: self._heard_s)) is not None:
+        self._say(self._join)
+        if (told := await self._watched.serve(self._workers, self._replicas, self._replicator, lambda: self._link.heard_s)) is not None:
             print(f"agent {self.incarnation}: {told.text}", file=sys.stderr, flush=True)
             self._say(told)
-        tasks = [loop.create_task(self._guard(t)) for t in (self._talk(), self._beat(), self._lives.watch(), self._health.watch())]
+        work = (self._link.talk(), self._link.beat(), self._lives.watch(), self._health.watch())
+        tasks = [loop.create_task(self._guard(t)) for t in work]
         try:
             return await self._exit
         finally:
@@ -184,42 +189,7 @@ class Agent:
 
     def _say(self, message: m.FromAgent) -> None:
         self._watched.said(message)
-        self._outbox.put_nowait(message)
-
-    async def _talk(self) -> None:
-        where, heard = f"the coordinator at {self.place.coordinator}", False
-        async with wire.channel(self.place.coordinator, self._shown) as channel:
-            call = channel.stream_stream(f"/{wire.SERVICE}/{wire.AGENT_STREAM}", request_serializer=wire.encode)(self._outgoing())
-            try:
-                async for raw in call:
-                    self._heard_s, heard = asyncio.get_running_loop().time(), True
-                    self._obey(wire.decode_from_coordinator(raw))
-            except Malformed as noise:
-                raise Fenced(f"{where} sent what an agent cannot read: {noise}; install the same version everywhere") from noise
-            except grpc.aio.AioRpcError as broken:
-                why = f"{broken.code().name} {broken.details()}"
-                if heard:
-                    raise Fenced(f"the connection to the coordinator broke: {why}") from broken
-                loop = asyncio.get_running_loop()
-                why = await loop.run_in_executor(None, why_refused, self.place.coordinator, self._shown) or why
-                raise Fenced(f"{where} is not reached: {why}") from broken
-        raise Fenced(f"{where} closed the connection")
-
-    async def _outgoing(self) -> AsyncIterator[m.FromAgent]:
-        while True:
-            yield await self._outbox.get()
-
-    async def _beat(self) -> None:
-        loop = asyncio.get_running_loop()
-        sequence = 0
-        while True:
-            sequence += 1
-            self._say(m.Heartbeat(sequence, self._lives.progress()))
-            # Should this loop stand still for half a lease, the log is to show where: a node that falls silent cannot be asked.
-            faulthandler.dump_traceback_later(self._lease_s / 2)
-            await asyncio.sleep(self.config.heartbeat_interval_s)
-            if self._listener.look({"coordinator": self._heard_s}, loop.time()):
-                raise Fenced(f"the coordinator was silent for longer than {COORDINATOR_LEASES} leases of {self._lease_s} s")
+        self._link.say(message)
 
     def _obey(self, message: Any) -> None:
         orders: dict[type, Callable[[Any], None]] = {
@@ -243,9 +213,20 @@ class Agent:
         }
         orders[type(message)](message)
 
+    def _rejoin(self, away_s: float) -> m.Rejoin:
+        """Where this agent stands, for a coordinator that does not know it."""
+        assert self._join is not None
+        known = {w.index: w.rank for w in self._workers if w.rank is not None and w.given}
+        return m.Rejoin(self._join, self._version, known, self._link.stopped, away_s)
+
+    def _stop_ranks(self, why: str) -> None:
+        """Nobody is heard, and nothing goes on: this node may have been replaced. Its snapshots stay."""
+        print(f"agent {self.incarnation}: {why}: its ranks are stopped", file=sys.stderr, flush=True)
+        if self._membership is not None:
+            self._halt(m.Halt(self._membership.version, why))
+
     def _welcome(self, message: m.Welcome) -> None:
-        self._lease_s = message.lease_s
-        self._listener.lease_s = COORDINATOR_LEASES * message.lease_s
+        self._link.lease_s = message.lease_s
 
     def _refused(self, message: m.Refused) -> None:
         raise Fenced(message.reason)
@@ -255,18 +236,20 @@ class Agent:
 
     def _start(self, message: m.Start) -> None:
         self._membership = message.membership
-        self._replicas.version = message.membership.version
+        self._version = self._replicas.version = message.membership.version
         members, version, generation = message.membership.members, message.membership.version, message.generation
         for rank, member in enumerate(members):
             if member.incarnation != self.incarnation:
                 continue
             worker = self._workers[member.worker]
             worker.begins_from = generation
+            self._link.retold.given(worker.index)
             self._give_rank(worker, rank, len(members), version, message.store, fake=False)
             if generation is not None:
                 self._tell(worker, local.Plan(version, generation, message.store, True, 0, worker.slot_of(generation)))
 
     def _assign(self, message: m.Assign) -> None:
+        self._version = message.version
         # A node that joined after the halt has not said what it holds (nothing, but the plan waits for it).
         self._replicas.frozen = True
         self._say(m.ReplicaReport(message.version - 1, self._replicator.replicas(self._workers)))
@@ -276,6 +259,7 @@ class Agent:
     def _respawn(self, message: m.Respawn) -> None:
         worker = self._workers[message.worker]
         print(f"agent {self.incarnation}: worker {worker.index} is started again: {message.reason}", file=sys.stderr, flush=True)
+        self._link.retold.started_again(worker.index)
         self._do(self._lives.start_again(worker, self._replicator.sealed))
 
     def _give_rank(self, worker: WorkerProcess, rank: int, world_size: int, version: int, store: str, fake: bool) -> None:
@@ -284,6 +268,8 @@ class Agent:
         self._tell(worker, local.Given(rank, world_size, worker.index, self.place.workers, version, store, fake, loaded))
 
     def _halt(self, message: m.Halt) -> None:
+        self._version = max(self._version, message.version)
+        self._link.retold.halted()
         self._replicas.frozen = True
         self._durable.cancel()
         self._replicator.halt()
@@ -298,7 +284,11 @@ class Agent:
 
     def _resume(self, message: m.Resume) -> None:
         before, self._membership = self._membership, message.membership
-        self._replicas.version = message.membership.version
+        self._version = self._replicas.version = message.membership.version
+        self._link.retold.resumed(message.generation)
+        for worker in self._workers:
+            if worker.rank is not None:
+                self._link.retold.given(worker.index)
         self._durable.cancel()
         self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))
         if before is None or before.holders != message.membership.holders or before.members != message.membership.members:
@@ -361,6 +351,7 @@ class Agent:
         return slots, slot
 
     def _commit(self, message: m.Commit) -> None:
+        self._link.retold.committed(message.generation)
         for worker in self._workers:
             if worker.rank is not None:
                 worker.control.set(Word.COMMITTED, message.generation + 1)
@@ -484,6 +475,8 @@ def _address_towards(coordinator: str) -> str:
 def run_agent(config: HotSwapConfig, command: Sequence[str], worker_env: dict[str, str]) -> int:
     """Be the agent of this node until the job is over; returns the exit code."""
     place = environment.agent()
+    if place.launcher_pid is not None:
+        die_with_parent(place.launcher_pid)
     adopt_orphans()
     Path(config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
     try:

@@ -9,10 +9,10 @@ import grpc
 
 from ..control.messages import Injection
 from ..coordinator import wire
+from ..coordinator.job_file import running_job
 from ..errors import Malformed, UsageError
 from ..security import files as credentials
 from ..security.tls import why_refused
-from .launch import running_job
 
 _CALL_TIMEOUT_S = 5.0
 _SAVE_POLL_S = 0.2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -15,14 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from .. import config
 from ..agent.inject import write_down
 from ..agent.scratch import sweep
 from ..control.messages import Injection
 from ..control.state import ControlConfig, Phase
+from ..coordinator.job_file import JOB_FILE, announce, running_job
 from ..coordinator.service import Coordinator, Scheduled
+from ..coordinator.store import JOURNAL
 from ..environment import AgentEnvironment
 from ..errors import UsageError
 from ..metrics import FOLDER as METRICS
@@ -32,24 +31,14 @@ from ..security.authority import issue, new_token
 from .checks import check_command, check_nodes, flags_added_here, grid_of
 from .durable import durable_of
 from .networks import NodeNetworks
-from .records import read_object
 
-JOB_FILE = "job.json"
 #: What a run leaves at the top of its directory; the next run there replaces it.
-_RUN_FILES = ("steps.jsonl", "events.jsonl", "summary.json", "injections.jsonl", "run.png")
+_RUN_FILES = ("steps.jsonl", "events.jsonl", "summary.json", "injections.jsonl", "run.png", JOURNAL)
 _REAP_TIMEOUT_S = 10.0
 #: Exit code of a job that its user has ended: 128 + SIGINT, as shells have it.
 _INTERRUPTED = 130
 _SHOW_INTERVAL_S = 0.1
 _LOG_LINES_SHOWN = 15
-
-
-class Job(msgspec.Struct, frozen=True):
-    """job.json: how the other commands find a job that runs."""
-
-    coordinator: str  # host:port
-    run_id: str
-    pid: int
 
 
 @dataclass
@@ -90,7 +79,7 @@ class VirtualNodes:
         if self._over:
             return
         launch = self._launch
-        place = AgentEnvironment(*self._place, node=node, workers=launch.ranks_per_node)
+        place = AgentEnvironment(*self._place, node=node, workers=launch.ranks_per_node, launcher_pid=os.getpid())
         flags = ["--hot-swap", "--hot-swap-run-dir", str(launch.run_dir)]
         within = [] if self.networks is None else self.networks.command(node)
         with open(self.log(node), "ab") as out:
@@ -186,9 +175,9 @@ async def _run(
     show: Callable[[Coordinator], None],
     started: Callable[[ControlConfig, VirtualNodes], None],
 ) -> int:
-    coordinator = Coordinator(control, launch.run_dir, launch.faults)
+    coordinator = Coordinator.with_journal(control, launch.run_dir, launch.faults)
     address = await coordinator.start(launch.host if networks is None else networks.address, launch.port)
-    _write_job_file(launch.run_dir, address, control)
+    announce(launch.run_dir, address, control.run_id)
     if flags.metrics_port:
         await coordinator.serve_metrics(flags.metrics_address, flags.metrics_port, address.rsplit(":", 1)[0])
     nodes = VirtualNodes(launch, address, control.run_id, networks)
@@ -272,23 +261,6 @@ def _empty_run_dir(run_dir: Path) -> None:
         raise UsageError(f"--run-dir {run_dir} cannot be written: {failure}; give a directory of your own") from failure
 
 
-def running_job(run_dir: Path) -> Job | None:
-    """What job.json says of the job that runs there, or None: no file, it is none of ours, or its process is gone."""
-    try:
-        job: Job = read_object(run_dir / JOB_FILE, Job)
-    except (OSError, UsageError):
-        return None
-    if not re.fullmatch(r"[\w.-]+:\d{1,5}", job.coordinator) or not 0 < job.pid < 1 << 31:  # 0 and less are whole groups of processes
-        return None
-    try:
-        os.kill(job.pid, 0)
-    except PermissionError:
-        return job
-    except OSError:
-        return None
-    return job
-
-
 async def _until_over(
     launch: Launch,
     coordinator: Coordinator,
@@ -339,11 +311,3 @@ async def _watch_cables(wanted: asyncio.Queue[tuple[str, str]], networks: NodeNe
         action, node = await wanted.get()
         write_down(Injection(action, "node", node), run_dir)  # type: ignore[arg-type]
         (networks.unplug if action == "unplug" else networks.plug)(node)
-
-
-def _write_job_file(run_dir: Path, address: str, control: ControlConfig) -> None:
-    """How `deadpool inject` finds the job. What it needs to be let in is in the credentials' folder."""
-    path = run_dir / JOB_FILE
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(Job(address, control.run_id, os.getpid())))

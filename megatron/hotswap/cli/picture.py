@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..records import read_lines, read_object
 from .narrate import PHASE_WORDS
-from .records import read_lines, read_object
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

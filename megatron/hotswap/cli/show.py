@@ -42,7 +42,7 @@ _STYLES = {
 
 
 class JobConsole(Console):
-    """A console whose reader may go away (`deadpool run … | head`, a lost terminal): the job goes on, in silence."""
+    """A console whose reader may go away (`deadpool run … | head`): the job goes on, in silence."""
 
     def on_broken_pipe(self) -> None:
         """Nobody reads any more. rich's own answer is to end the program."""

@@ -8,7 +8,7 @@ from statistics import fmean
 import msgspec
 
 from ..errors import UsageError
-from .records import read_object
+from ..records import read_object
 
 
 class _Recovery(msgspec.Struct):

@@ -15,7 +15,7 @@ import msgspec
 
 from ..coordinator.recorder import write_summary
 from ..errors import UsageError
-from .records import read_lines, read_object
+from ..records import read_lines, read_object
 
 Steps = dict[int, dict[str, Any]]
 

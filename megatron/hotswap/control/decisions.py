@@ -19,7 +19,8 @@ class Send:
 #: Every kind of line that events.jsonl can have; docs/watching.md says what each means, and tests compare. Notes of agents are lines too.
 EVENT_KINDS = frozenset(
     (
-        *("assign", "copy-damaged", "durable", "durable-refused", "end", "error", "generation-skipped", "groups-renewed", "ignored"),
+        *("assign", "coordinator-back", "copy-damaged", "durable", "durable-refused", "end", "error", "generation-skipped"),
+        *("groups-renewed", "ignored"),
         *("inject", "inject-refused", "joined", "joined-as-rank", "last-rung", "loading", "metrics", "metrics-refused", "no-spare"),
         *("node-lost", "not-removed", "peers-differ", "placement", "plan", "push-failed", "recovered", "recovery", "refused"),
         *("replication", "respawned", "resumed", "save", "save-failed", "save-refused", "skipped", "spare", "start", "waiting"),

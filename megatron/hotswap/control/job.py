@@ -59,6 +59,9 @@ class Job:
         self.attempts = 0  # to write a generation
         self.durable_generation = -1  # the newest that is whole on disk; -1: none that this job has written or begun from
         self.durable_folder = ""
+        self.start: m.Start | None = None  # until the first recovery
+        #: Grows with everything decided that a coordinator which takes the job up must know (decided.py).
+        self.revision = 0
 
     @property
     def committed(self) -> int:
@@ -73,6 +76,7 @@ class Job:
     def _enter(self, phase: Phase) -> None:
         require_change(self.phase, phase)
         self.phase = phase
+        self.revision += 1
         if phase is Phase.TRAINING:
             self.hang.begin()
 

@@ -12,7 +12,7 @@ import msgspec
 
 from ..snapshot.manifest import DurableFile as DurableFile
 
-PROTOCOL = 8
+PROTOCOL = 9
 #: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
 #: Faults of the network between nodes, which the launcher causes: their node is cut off, and cannot be told of the end of it.
@@ -97,6 +97,17 @@ class Join(_Message, frozen=True):
     h2h: str
     domain: str = ""  # what fails together with this node; empty: nothing but itself
     unhealthy: str = ""  # what its own check at start has found; such a node is not let in, and that is written down
+
+
+class Rejoin(_Message, frozen=True):
+    """An agent that has joined before lost its coordinator, and says where it stands to the one that it has found. What it had to say
+    since follows, as far as it still matters."""
+
+    join: Join
+    version: int  # the newest membership that it has heard of; 0: none
+    ranks: dict[int, int]  # worker -> rank, of those whose process knows its rank
+    halted: bool  # it has stopped its ranks, since it heard nobody for too long
+    away_s: float
 
 
 class WorkerReady(_Message, frozen=True):
@@ -438,7 +449,7 @@ class Stop(_Message, frozen=True):
 
 
 FromAgent = (
-    Join | WorkerReady | Heartbeat | Acknowledged | Skipped | CopyDamaged | StepDone | WorkerError | WorkerLost | HaltReport
+    Join | Rejoin | WorkerReady | Heartbeat | Acknowledged | Skipped | CopyDamaged | StepDone | WorkerError | WorkerLost | HaltReport
     | ReplicaReport | Restored | FirstStep | Finished | Unhealthy | HealthyAgain | Note | Stock | SnapshotWritten | GenerationWhole
     | WriteFailed | Loaded
 )

@@ -8,6 +8,7 @@ from enum import Enum
 class Phase(Enum):
     """Where the job is."""
 
+    RETURNING = "returning"
     GATHERING = "gathering"
     LOADING = "loading"
     TRAINING = "training"
@@ -18,6 +19,7 @@ class Phase(Enum):
 
 #: (from, to) -> what brings it about. Any other change is a bug of ours.
 CHANGES = {
+    (Phase.RETURNING, Phase.TRAINING): "a coordinator that takes the job up has heard its agents, or waited long enough for them",
     (Phase.GATHERING, Phase.TRAINING): "enough nodes are warm",
     (Phase.GATHERING, Phase.LOADING): "enough nodes are warm, and there is a durable generation to go on from",
     (Phase.LOADING, Phase.GATHERING): "a node is lost, or the generation is damaged and an older one is taken",
@@ -27,6 +29,7 @@ CHANGES = {
     (Phase.HALTING, Phase.RESUMING): "every rank has reported: the plan is made",
     (Phase.RESUMING, Phase.HALTING): "another one is lost or unhealthy, or ranks did not restore in time",
     (Phase.RESUMING, Phase.TRAINING): "every rank has restored",
+    (Phase.RETURNING, Phase.ENDED): "its user ends the job",
     (Phase.GATHERING, Phase.ENDED): "a worker could not begin",
     (Phase.LOADING, Phase.ENDED): "a worker could not begin, or no durable generation can be loaded",
     (Phase.TRAINING, Phase.ENDED): "training is done, or the program failed",

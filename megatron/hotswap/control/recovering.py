@@ -38,6 +38,7 @@ class Recovering(Saves):
         for incarnation, why in lost.items():
             agent = self.agents.pop(incarnation)
             self.fenced[incarnation] = why
+            self.revision += 1
             self.replica_reports.pop(incarnation, None)
             out.append(Send(incarnation, m.Refused(f"node {agent.node} was given up: {why}")))
             data = {"node": agent.node, "incarnation": incarnation, "spare": agent.spare and not agent.leaving, "left": bool(agent.leaving)}
@@ -127,6 +128,7 @@ class Recovering(Saves):
         over = self.version
         self.version += 1
         self._enter(Phase.HALTING)
+        self.start = None
         self.deadline_s = now + self.config.halt_timeout_s
         self.halt_reports.clear()
         self.replica_reports.clear()
@@ -187,6 +189,7 @@ class Recovering(Saves):
             for worker, rank in enumerate(ranks):
                 spare.ranks[worker] = rank
                 members[rank] = spare.member(worker)
+            self.revision += 1
             self.deadline_s = max(self.deadline_s or now, now + self.config.halt_timeout_s)  # it may have joined long after the halt
             self.recovery.fresh |= set(ranks)
             out.append(Send(spare.incarnation, m.Assign(self.version, dict(enumerate(ranks)), len(members))))

@@ -24,6 +24,8 @@ def nonsense(event: m.Event, world_size: int, workers: int) -> str:
     """What is impossible about a message in a job of so many ranks, and so many workers a node, in words; empty where it may be meant."""
     if isinstance(event, m.Join):
         return _of_join(event)
+    if isinstance(event, m.Rejoin):
+        return _of_rejoin(event, world_size, workers)
     if isinstance(event, m.StepDone):
         return _of_step(event.record)
     wrong = []
@@ -62,6 +64,18 @@ def _of_join(event: m.Join) -> str:
         wrong.append(f"a reason of {len(event.unhealthy)} characters")
     if len(event.domain) > _NAME_CHARS_MAX or not event.domain.isprintable():
         wrong.append(f"failure domain {event.domain[:_NAME_CHARS_MAX]!r}")
+    return ", ".join(wrong)
+
+
+def _of_rejoin(event: m.Rejoin, world_size: int, workers: int) -> str:
+    wrong = [wrong] if (wrong := _of_join(event.join)) else []
+    if not 0 <= event.version < _GENERATION_MAX:
+        wrong.append(f"version {event.version}")
+    if not math.isfinite(event.away_s):
+        wrong.append(f"away_s {event.away_s}")
+    for worker, rank in event.ranks.items():
+        if worker not in range(workers) or rank not in range(world_size):
+            wrong.append(f"worker {worker} of {workers} as rank {rank} of {world_size}")
     return ", ".join(wrong)
 
 

@@ -138,7 +138,7 @@ class Starting(Health):
             self.newest_step, self.durable_generation = generation, generation
             self.durable_folder = self.config.durable.begin[self.tried].folder if self.config.durable is not None else ""
         active: list[Agent] = [self.agents[i] for i in dict.fromkeys(x.incarnation for x in membership.members)]
-        start = m.Start(membership, active[0].stores.pop(0), generation)
+        start = self.start = m.Start(membership, active[0].stores.pop(0), generation)
         spares = [a.node for a in one_per_node(a for a in self.agents.values() if a.warm and a not in active)]
         domains = [self.agents[x.incarnation].domain for x in membership.members]
         log = start_log([x.node for x in membership.members], spares, membership.holders, domains)

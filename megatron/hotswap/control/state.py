@@ -1,12 +1,13 @@
 """The coordinator's state machine. Pure: see the package docstring for the caller's loop.
 
     GATHERING -> TRAINING -> HALTING -> RESUMING -> TRAINING … -> ENDED
-                                ^           |
-                                '-----------'   a failure during a recovery starts it over with what is left
+                 ^              ^           |
+    RETURNING ---'              '-----------'   a failure during a recovery starts it over with what is left
 
-Changes of phase are the table in phases.py, events the table at the end of this file; what comes before training is in starting.py,
-what follows a loss in recovering.py, what is written to disk in saving.py. An event that has no entry in the table for the present
-phase is logged and dropped: late and repeated messages are normal. A change of phase that has none is a bug of ours.
+Changes of phase are the table in phases.py, events the table at the end of this file. What another coordinator has begun is taken up in
+returning.py, what comes before training is in starting.py, what follows a loss in recovering.py, what is written to disk in saving.py. An
+event that has no entry in the table for the present phase is logged and dropped: late and repeated messages are normal. A change of phase
+that has none is a bug of ours.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from .decisions import Decision as Decision
 from .decisions import Log as Log
 from .decisions import Send as Send
 from .injection import arm
-from .membership import Agent, refusal_of
 from .phases import Phase as Phase
-from .starting import Starting
+from .returning import Returning
 
 
-class Control(Starting):
+class Control(Returning):
     """The decisions of one job. `exit_code` is set once, when the job is over."""
 
     # ---- the caller's two entries
@@ -35,13 +35,13 @@ class Control(Starting):
         """Take one event of the agent `incarnation` at time `now`."""
         agent = self.agents.get(incarnation)
         if agent is not None:
-            if isinstance(event, m.Join):
+            if isinstance(event, m.Join | m.Rejoin):
                 return [Log("ignored", f"{incarnation} has joined already", {"agent": incarnation})]
             if not isinstance(event, m.AgentLost):
                 agent.last_heard_s = now
         elif incarnation in self.fenced and not isinstance(event, m.AgentLost):
             return [Send(incarnation, m.Refused(f"this agent was fenced: {self.fenced[incarnation]}"))]
-        elif not isinstance(event, m.Join | m.AgentLost | m.Inject | m.SaveWanted | m.Release):
+        elif not isinstance(event, m.Join | m.Rejoin | m.AgentLost | m.Inject | m.SaveWanted | m.Release):
             return [Send(incarnation, m.Refused("not joined: the first message must be Join"))]
         handler = _TRANSITIONS.get((self.phase, type(event)))
         if handler is None:
@@ -52,6 +52,8 @@ class Control(Starting):
         """Deadlines: leases, reports that do not come, spares that do not come. Call at least every heartbeat interval."""
         if self.phase is Phase.ENDED:
             return []
+        if self.phase is Phase.RETURNING:
+            return self._go_on_returning(now)
         out: list[Decision] = []
         late = {} if self._at_the_last_rung else self._late_respawns(now)
         gone = {**late, **self.lease.silent(self.agents.values(), now)}
@@ -85,15 +87,8 @@ class Control(Starting):
     # ---- joining and starting
 
     def _join(self, incarnation: str, event: m.Join, now: float) -> list[Decision]:
-        refusal = refusal_of(event, self.config)
-        if refusal:
-            return [Send(incarnation, m.Refused(refusal)), Log("refused", refusal, {"node": event.node})]
-        if refused := self._refuse_join(event, now):
-            return refused
-        agent = Agent(event, now, ranks=[None] * event.workers)
-        self.agents[incarnation] = agent
-        welcome = m.Welcome(self.config.lease_s, self.config.heartbeat_interval_s)
-        return [Send(incarnation, welcome), Log("joined", f"node {event.node} joined with {event.workers} workers", {"node": event.node})]
+        refused = self._refuse_join(event, now)
+        return refused or self._admit(incarnation, event, now, f"joined with {event.workers} workers")
 
     def _ready(self, incarnation: str, event: m.WorkerReady, now: float) -> list[Decision]:
         agent = self.agents[incarnation]
@@ -212,6 +207,10 @@ class Control(Starting):
         had = {r for r, report in self.halt_reports.items() if report.done is not None} | self.recovery.restored.keys()
         return self.phase is not Phase.TRAINING and rank not in had
 
+    def _over_for_all(self, incarnation: str, event: m.Rejoin, now: float) -> list[Decision]:
+        """The job ended while it had no coordinator."""
+        return [Send(incarnation, m.Stop(1 if self.exit_code is None else self.exit_code, self.exit_reason))]
+
     def _inject(self, incarnation: str, event: m.Inject, now: float) -> list[Decision]:
         decisions = arm(event.injection, self.agents.values())
         if event.injection.action != "plug" and not any(isinstance(d, Log) and d.kind == "inject-refused" for d in decisions):
@@ -233,12 +232,19 @@ class Control(Starting):
 
 
 _Handler = Callable[[Control, str, Any, float], list[Decision]]
-_LIVE = (Phase.GATHERING, Phase.LOADING, Phase.TRAINING, Phase.HALTING, Phase.RESUMING)
-_STARTED = _LIVE[2:]
+_LIVE = (Phase.RETURNING, Phase.GATHERING, Phase.LOADING, Phase.TRAINING, Phase.HALTING, Phase.RESUMING)
+_STARTED = _LIVE[3:]
+#: What agents say to a coordinator that has not yet heard them all.
+_HELD = (
+    *(m.WorkerReady, m.WorkerLost, m.Finished, m.Acknowledged, m.Skipped, m.CopyDamaged, m.FirstStep, m.WorkerError),
+    *(m.Unhealthy, m.HealthyAgain),
+)
 #: (phase, event) -> what is done. docs/architecture.md shows it as a diagram.
 _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.Join): Control._join for p in _LIVE},
     (Phase.ENDED, m.Join): lambda self, who, event, now: [Send(who, m.Refused(f"the job is over: {self.exit_reason}"))],
+    **{(p, m.Rejoin): Control._rejoin for p in _LIVE},
+    (Phase.ENDED, m.Rejoin): Control._over_for_all,
     **{(p, m.WorkerReady): Control._ready for p in _LIVE},
     **{(p, m.Heartbeat): Control._heartbeat for p in Phase},
     **{(p, m.AgentLost): Control._agent_lost for p in _LIVE},
@@ -264,4 +270,6 @@ _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     (Phase.HALTING, m.HaltReport): Control._halt_report,
     (Phase.HALTING, m.ReplicaReport): Control._replica_report,
     (Phase.RESUMING, m.Restored): Control._restored,
+    **{(Phase.RETURNING, event): Control._hold for event in _HELD},
+    (Phase.RETURNING, m.AgentLost): Control._lost_returning,
 }

@@ -7,9 +7,11 @@ the file has one line a step, each as it finally counted.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -36,7 +38,8 @@ class _Copy(NamedTuple):
 class Recorder:
     """Writes the three files of one run."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, again: bool = False) -> None:
+        """`again`: another coordinator has begun the three files, and this one goes on with them."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.last_step: StepRecord | None = None
@@ -48,13 +51,26 @@ class Recorder:
         self._copying: dict[int, _Copy] = {}  # generations that are not committed yet
         self._copies: deque[_Copy] = deque(maxlen=_COPIES)
         self._written = -1
-        self._steps: TextIO = open(run_dir / "steps.jsonl", "w", buffering=1)  # noqa: SIM115 - closed by close()
-        self._events: TextIO = open(run_dir / "events.jsonl", "w", buffering=1)  # noqa: SIM115
         self._count = 0
         self._seconds = 0.0
         self._stalled_s = 0.0
         self._skipped = 0
+        if again:
+            self._take_up()
+        mode = "a" if again else "w"
+        self._steps: TextIO = open(run_dir / "steps.jsonl", mode, buffering=1)  # noqa: SIM115 - closed by close()
+        self._events: TextIO = open(run_dir / "events.jsonl", mode, buffering=1)  # noqa: SIM115
         self._clock_offset = time.time() - time.monotonic()
+
+    def _take_up(self) -> None:
+        """Count what stands in the files. A line that was cut off while it was written is removed."""
+        for line in _whole_lines(self.run_dir / "steps.jsonl"):
+            self._written = line["step"]
+            self._counted(line["step_s"], line["exposed_stall_s"])
+        for line in _whole_lines(self.run_dir / "events.jsonl"):
+            self._noted(line["kind"], line["t"], line)
+            if line["kind"] == "recovered":
+                self.recoveries.append(line["recovery"])
 
     def step(self, record: StepRecord) -> None:
         """A step is complete on the rank that logs; it may yet be run again."""
@@ -96,18 +112,24 @@ class Recorder:
         }
         self._steps.write(json.dumps(line) + "\n")
         self._written = r.step
+        self._counted(r.seconds, r.exposed_stall_s)
+
+    def _counted(self, seconds: float, stalled_s: float) -> None:
         self._count += 1
-        self._recent_s.append(r.seconds)
-        self._seconds += r.seconds
-        self._stalled_s += r.exposed_stall_s
+        self._recent_s.append(seconds)
+        self._seconds += seconds
+        self._stalled_s += stalled_s
+
+    def _noted(self, kind: str, t: float, data: Mapping[str, Any]) -> None:
+        if kind == "node-lost":
+            self.nodes_lost += 1
+            self.lost.append((t, data["node"], data["reason"]))
+        self._skipped += kind == "generation-skipped"
 
     def event(self, log: Log) -> None:
         """A decision, with its reason and evidence."""
         data, now = dict(log.data), time.time()
-        if log.kind == "node-lost":
-            self.nodes_lost += 1
-            self.lost.append((now, data["node"], log.reason))
-        self._skipped += log.kind == "generation-skipped"
+        self._noted(log.kind, now, {"reason": log.reason, **data})
         if log.kind == "recovered":
             data["recovery"] = {**self._recovery(data["recovery"]), "t": now}
             self.recoveries.append(data["recovery"])
@@ -164,12 +186,34 @@ class Recorder:
         medians = {name: round(statistics.median(values), 6) for name, values in zip(names, zip(*self._copies, strict=True), strict=True)}
         return {**medians, "generations": len(self._copies)}
 
+    def let_go(self) -> None:
+        """The job goes on under another coordinator, which goes on with the files."""
+        self._steps.close()
+        self._events.close()
+
     def close(self, code: int, reason: str) -> None:
         """Write what still waits, and the summary."""
         self.committed(1 << 62)
-        self._steps.close()
-        self._events.close()
+        self.let_go()
         write_summary(self.run_dir, self.summary(code, reason))
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that a process may have died over: what does not end, or cannot be read, is cut off, with all behind it."""
+    lines: list[dict[str, Any]] = []
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return lines
+    end = 0
+    for line in raw.splitlines(keepends=True):
+        try:
+            lines.append(json.loads(line if line.endswith(b"\n") else b""))
+        except ValueError:
+            os.truncate(path, end)
+            break
+        end += len(line)
+    return lines
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

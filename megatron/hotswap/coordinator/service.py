@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from ..control import messages as m
+from ..control.decided import Decided
 from ..control.sanity import nonsense
 from ..control.state import Control, ControlConfig, Decision, Log, Phase, Send
 from ..errors import Malformed, UsageError
 from ..security import files as credentials
 from . import wire
 from .recorder import Recorder
+from .records_first import RecordsFirst
 from .status import status_of
+from .store import Journal, Store
 
 if TYPE_CHECKING:
     from .metrics import Metrics
@@ -50,9 +53,16 @@ class _Caller:
 class Coordinator:
     """Serves one job until it ends. The run directory has its credentials (security/authority.py) already."""
 
-    def __init__(self, config: ControlConfig, run_dir: Path, faults: list[Scheduled] | None = None) -> None:
-        self.control = Control(config)
-        self.recorder = Recorder(run_dir)
+    def __init__(
+        self, config: ControlConfig, run_dir: Path, store: Store, decided: Decided | None, faults: list[Scheduled] | None = None
+    ) -> None:
+        """`store` is led by this process; `decided` is what it had of a coordinator before this one, whose job is taken up."""
+        self.control = Control(config, decided, time.monotonic())
+        self.recorder = Recorder(run_dir, again=decided is not None)
+        self._store = store
+        self._first = RecordsFirst(self.control, store, self._carry_out, self._step_down)
+        self.deposed = ""  # why this coordinator must not decide any more, though the job goes on
+        self.may_lead_again = False  # whether it may stand for election once more
         self.lost_nodes: asyncio.Queue[str] = (
             asyncio.Queue()
         )  # for a launcher that can end a node's ghosts, or bring it back
@@ -66,6 +76,16 @@ class Coordinator:
         self._metrics_at = ""
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
+
+    @classmethod
+    def with_journal(cls, config: ControlConfig, run_dir: Path, faults: list[Scheduled] | None = None) -> Coordinator:
+        """One whose decisions go into the run directory's journal; it takes up what is there.
+
+        Raises:
+            UsageError: another coordinator has the journal, or it cannot be taken up.
+        """
+        store = Journal(run_dir, config.run_id)
+        return cls(config, run_dir, store, store.lead(), faults)
 
     async def start(self, host: str, port: int) -> str:
         """Listen; returns the address.
@@ -109,15 +129,34 @@ class Coordinator:
         """Give the agents a moment to hear that the job is over, then close, and write what is left to write."""
         if self._ticker is not None:
             self._ticker.cancel()
+        if self.deposed:
+            self._hang_up()
         deadline = time.monotonic() + 5.0
         while self._callers and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        await self._first.settle()
         if self._server is not None:
             await self._server.stop(0.2)
         if self._metrics is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._metrics.close)
+        self._store.close()
+        if self.deposed:
+            return self.recorder.let_go()
         code = self.control.exit_code
         self.recorder.close(130 if code is None else code, self.control.exit_reason or "interrupted")
+
+    def _step_down(self, why: str) -> None:
+        """Decide nothing more. The agents lose this connection and look for another coordinator; training goes on."""
+        self.deposed = self.deposed or why
+        self.ended.set()
+
+    def leave(self, why: str) -> None:
+        """End this process and not the job: another coordinator takes it up."""
+        self._step_down(why)
+
+    def _hang_up(self) -> None:
+        for caller in self._callers.values():
+            caller.outbox.put_nowait(None)
 
     def end_job(self, code: int, reason: str) -> None:
         """The launcher, or its user, ends the job."""
@@ -126,17 +165,24 @@ class Coordinator:
     # ---- agents
 
     async def _agent_stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[m.FromCoordinator]:
-        first = await self._first(requests, context)
+        first = await self._first_word(requests, context)
         if isinstance(first, str):
             yield self._refuse(first, f"a caller at {context.peer()}")
             return
-        incarnation = first.incarnation
+        incarnation = first.join.incarnation if isinstance(first, m.Rejoin) else first.incarnation
+        if isinstance(first, m.Rejoin) and first.version > self.control.version:
+            self._step_down(
+                f"node {first.join.node} knows membership {first.version}, and what is recorded here ends with {self.control.version}: "
+                "another coordinator has decided since, or the record is an old one"
+            )
+            return
         if incarnation in self._callers:
             yield m.Refused(f"{incarnation} is connected already; every life of an agent has a name of its own")
             return
         caller = self._callers[incarnation] = _Caller()
         self._apply(self.control.handle(incarnation, first, time.monotonic()))
-        reader = asyncio.get_running_loop().create_task(self._read(incarnation, first.node, requests, caller))
+        node = first.join.node if isinstance(first, m.Rejoin) else first.node
+        reader = asyncio.get_running_loop().create_task(self._read(incarnation, node, requests, caller))
         try:
             while (message := await caller.outbox.get()) is not None:
                 yield message
@@ -145,9 +191,10 @@ class Coordinator:
         finally:
             reader.cancel()
             self._callers.pop(incarnation, None)
-            self._apply(self.control.handle(incarnation, m.AgentLost(caller.evidence), time.monotonic()))
+            if not self.deposed:
+                self._apply(self.control.handle(incarnation, m.AgentLost(caller.evidence), time.monotonic()))
 
-    async def _first(self, requests: AsyncIterator[bytes], context: Any) -> m.Join | str:
+    async def _first_word(self, requests: AsyncIterator[bytes], context: Any) -> m.Join | m.Rejoin | str:
         """What a caller says first; in words, if that does not let it in."""
         if wire.role_of(context) != "agent":
             return f"agents show an agent's certificate, this is one of the role {wire.role_of(context)!r}"
@@ -162,9 +209,9 @@ class Coordinator:
             first = wire.decode_from_agent(raw)
         except Malformed as wrong:
             return wire.why_no_join(raw, wrong)
-        if not isinstance(first, m.Join):
+        if not isinstance(first, m.Join | m.Rejoin):
             return f"the first message must be Join, got {type(first).__name__}"
-        impossible = nonsense(first, 0, 0)
+        impossible = nonsense(first, self.control.config.grid.world_size, self.control.config.ranks_per_node)
         return f"no agent joins with this: {impossible}" if impossible else first
 
     async def _read(self, incarnation: str, node: str, requests: AsyncIterator[bytes], caller: _Caller) -> None:
@@ -207,9 +254,17 @@ class Coordinator:
                 if self.control.lease.doubtful(self.control.agents.values(), time.monotonic()):
                     with contextlib.suppress(grpc.aio.AioRpcError):  # it hears nothing at all: then nothing is waited for
                         await ask(wire.Command(), timeout=_HEARING_TIMEOUT_S)
+                if lost := self._store.lost:
+                    self.may_lead_again = True
+                    return self._step_down(lost)
                 self._apply(self.control.tick(time.monotonic()))
 
     def _apply(self, decisions: list[Decision]) -> None:
+        """What is decided is recorded, then carried out."""
+        if not self.deposed:
+            self._first.take(decisions)
+
+    def _carry_out(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Send):
                 caller = self._callers.get(decision.incarnation)
@@ -220,18 +275,21 @@ class Coordinator:
                 elif isinstance(decision.message, m.Resume):
                     self.recorder.rolled_back(decision.message.generation)
             else:
-                self.recorder.event(decision)
-                if self._metrics is not None:
-                    self._metrics.event(decision)
-                self.notices.append(decision)
-                if decision.kind == "durable" and self.control.exit_code is not None:  # what came after it is not there any more
-                    self.recorder.rolled_back(decision.data["generation"])
-                elif decision.kind in ("node-lost", "released"):  # a launcher may bring either back
-                    self.lost_nodes.put_nowait(decision.data["node"])
-                elif decision.kind in m.CABLE_FAULTS and self.cables is not None:
-                    self.cables.put_nowait((decision.kind, decision.data["node"]))
+                self._write_down(decision)
         if self.control.exit_code is not None:
             self.ended.set()
+
+    def _write_down(self, said: Log) -> None:
+        self.recorder.event(said)
+        if self._metrics is not None:
+            self._metrics.event(said)
+        self.notices.append(said)
+        if said.kind == "durable" and self.control.exit_code is not None:  # what came after it is not there any more
+            self.recorder.rolled_back(said.data["generation"])
+        elif said.kind in ("node-lost", "released"):  # a launcher may bring either back
+            self.lost_nodes.put_nowait(said.data["node"])
+        elif said.kind in m.CABLE_FAULTS and self.cables is not None:
+            self.cables.put_nowait((said.kind, said.data["node"]))
 
     def _arm_due(self, step: int) -> None:
         membership = self.control.membership

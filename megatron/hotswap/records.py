@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import UsageError
+from .errors import UsageError
 
 #: A step's record has some hundred bytes, a recovery's in the summary some thousand.
 _LINE_BYTES_MAX = 1 << 20

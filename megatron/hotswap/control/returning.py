@@ -1,0 +1,185 @@
+"""A coordinator that takes up a job which another one has begun: itself in a former life, or one whose node was lost. Pure.
+
+What was decided is known (decided.py); who still lives is not. So the first phase is RETURNING: agents that had joined come back and
+say where they stand (Rejoin). Once every agent of the membership is here, or the time for that is over, the job goes on: with nothing
+at all, if it trains; with a recovery, if one was under way, if somebody is missing, or if ranks have stopped for want of a coordinator.
+"""
+
+from __future__ import annotations
+
+import abc
+
+from . import messages as m
+from .config import ControlConfig
+from .decided import Decided
+from .decisions import Decision, Log, Send
+from .membership import Agent, refusal_of
+from .phases import Phase
+from .starting import Starting
+
+#: How many leases the agents of a membership are waited for. They notice a closed connection at once and a silent one within a lease,
+#: and ask for a coordinator several times in one.
+_RETURN_LEASES = 2
+
+
+class Returning(Starting, abc.ABC):
+    """Control (state.py) calls it with the events."""
+
+    @abc.abstractmethod
+    def handle(self, incarnation: str, event: m.Event, now: float) -> list[Decision]:
+        """Take one event of an agent."""
+
+    def __init__(self, config: ControlConfig, decided: Decided | None = None, now: float = 0.0) -> None:
+        """With `decided`, take up what it says; `now` is the time."""
+        super().__init__(config)
+        self._back: dict[str, m.Rejoin] = {}  # agents of the membership that are here again
+        self._not_back: dict[str, str] = {}  # those that came and were lost again -> evidence
+        self._said_early: list[tuple[str, m.Event]] = []  # what they say meanwhile
+        self._resumes = False
+        if decided is not None:
+            self._take_up(decided, now)
+
+    def _take_up(self, decided: Decided, now: float) -> None:
+        self.version, self.membership, self.fenced = decided.version, decided.membership, dict(decided.fenced)
+        self.start, self._resumes = decided.start, decided.training
+        self.newest_step, self.stepped = decided.newest_step, decided.newest_step > 0
+        self.durable_generation, self.durable_folder = decided.durable_generation, decided.durable_folder
+        self.tried, self.attempts = decided.tried, decided.attempts
+        if decided.exit_code is not None:
+            self.phase, self.exit_code, self.exit_reason = Phase.ENDED, decided.exit_code, decided.exit_reason
+        elif self.membership is not None:
+            self.phase = Phase.RETURNING
+            self.deadline_s = now + _RETURN_LEASES * self.config.lease_s
+
+    @property
+    def decided(self) -> Decided:
+        """What the next coordinator needs. `revision` (job.py) says when it has changed."""
+        gathering = self.phase in (Phase.GATHERING, Phase.LOADING)
+        return Decided(
+            self.config.run_id,
+            self.version,
+            None if gathering else self.membership,
+            self.phase is Phase.TRAINING or (self.phase is Phase.RETURNING and self._resumes),
+            self.start,
+            self.fenced,
+            self.newest_step,
+            self.durable_generation,
+            self.durable_folder,
+            self.tried,
+            self.attempts,
+            self.exit_code,
+            self.exit_reason,
+        )
+
+    # ---- agents come back
+
+    def _rejoin(self, incarnation: str, event: m.Rejoin, now: float) -> list[Decision]:
+        out = self._admit(incarnation, event.join, now, f"came back after {event.away_s:.1f} s without a coordinator")
+        agent = self.agents.get(incarnation)
+        if agent is None:  # refused
+            return out
+        mine = self._ranks_of(incarnation)
+        for worker, rank in mine.items():
+            agent.ranks[worker] = rank
+            if event.ranks.get(worker) == rank:
+                agent.ready.add(worker)
+        if self.phase is Phase.GATHERING and self.config.durable is not None and self.version > 0:
+            # It may be filling its slots for a membership that was never decided.
+            folder = self.config.durable.begin[self.tried :][:1]
+            out += [Send(incarnation, m.Load(self.version, self.config.durable.root, x.folder, {})) for x in folder]
+        if self.phase is not Phase.RETURNING or not mine:
+            return out
+        self._back[incarnation] = event
+        self._not_back.pop(incarnation, None)
+        return out + self._go_on_returning(now)
+
+    def _admit(self, incarnation: str, join: m.Join, now: float, how: str) -> list[Decision]:
+        refusal = refusal_of(join, self.config)
+        if refusal:
+            return [Send(incarnation, m.Refused(refusal)), Log("refused", refusal, {"node": join.node})]
+        self.agents[incarnation] = Agent(join, now, ranks=[None] * join.workers)
+        welcome = m.Welcome(self.config.lease_s, self.config.heartbeat_interval_s)
+        return [Send(incarnation, welcome), Log("joined", f"node {join.node} {how}", {"node": join.node})]
+
+    def _ranks_of(self, incarnation: str) -> dict[int, int]:
+        """worker -> rank, in the membership that was decided."""
+        members = self.membership.members if self.membership is not None else ()
+        return {x.worker: rank for rank, x in enumerate(members) if x.incarnation == incarnation}
+
+    def _hold(self, incarnation: str, event: m.Event, now: float) -> list[Decision]:
+        """Its meaning depends on how the job goes on."""
+        self._said_early.append((incarnation, event))
+        return []
+
+    def _lost_returning(self, incarnation: str, event: m.AgentLost, now: float) -> list[Decision]:
+        if self.agents.pop(incarnation, None) is not None and self._back.pop(incarnation, None) is not None:
+            self._not_back[incarnation] = event.evidence
+        return []
+
+    # ---- going on
+
+    def _go_on_returning(self, now: float) -> list[Decision]:
+        """Call when an agent has come back, and at every tick."""
+        assert self.membership is not None and self.deadline_s is not None
+        members = dict.fromkeys(x.incarnation for x in self.membership.members)
+        missing = [i for i in members if i not in self._back]
+        if missing and now <= self.deadline_s:
+            return []
+        self._enter(Phase.TRAINING)
+        self.deadline_s = None
+        here = f"{len(self._back)} of {len(members)} agents are here"
+        text = f"the coordinator is back, with membership {self.version} as it was decided: {here}"
+        out: list[Decision] = [Log("coordinator-back", text, {"version": self.version, "back": sorted(self._back)})]
+        unheard = self._unheard_start() if self._resumes and self.start is not None else []
+        unassigned = self._unassigned(now) if not unheard else {}
+        out += unheard
+        lost, evidence = self._give_up(missing, out)
+        stopped = [self.agents[i].node for i, event in self._back.items() if event.halted]
+        evidence += [f"{node} had stopped its ranks, for want of a coordinator" for node in stopped]
+        if not self._resumes:
+            evidence.append("the coordinator was lost while a recovery was under way")
+        if evidence or unassigned:
+            evidence = evidence or [f"{sorted(unassigned.values())} have no process"]
+            out += self._begin_recovery(lost, evidence, now, now, unassigned)
+        early, self._said_early = self._said_early, []
+        for incarnation, said in early:
+            if incarnation in self.agents and self.exit_code is None:
+                out += self.handle(incarnation, said, now)
+        return out
+
+    def _unheard_start(self) -> list[Decision]:
+        """Agents that have not heard which ranks are theirs, in the membership that training begins with: it waits for them."""
+        assert self.start is not None
+        waiting = [i for i, event in self._back.items() if event.version < self.start.membership.version]
+        for incarnation in waiting:
+            self.agents[incarnation].ready = set(range(self.config.ranks_per_node))
+        return [Send(i, self.start) for i in waiting]
+
+    def _unassigned(self, now: float) -> dict[int, str]:
+        """Ranks (with their nodes) whose process does not know its rank: a spare's that has not heard it, or one that was being started
+        again. It takes its rank once it says that it is warm."""
+        down = {}
+        for incarnation, event in self._back.items():
+            agent = self.agents[incarnation]
+            for worker, rank in self._ranks_of(incarnation).items():
+                if event.ranks.get(worker) != rank:
+                    agent.due_s[worker] = now + self.config.respawn_timeout_s
+                    down[rank] = agent.node
+        return down
+
+    def _give_up(self, missing: list[str], out: list[Decision]) -> tuple[list[str], list[str]]:
+        """Fence who has not come back. Returns the nodes and the evidence."""
+        assert self.membership is not None
+        nodes, evidence = [], []
+        of = {x.incarnation: x.node for x in self.membership.members}
+        for incarnation in missing:
+            why = self._not_back.get(incarnation, f"it was not heard within {_RETURN_LEASES} leases of the coordinator's return")
+            self.agents.pop(incarnation, None)
+            self.fenced[incarnation] = why
+            data = {"node": of[incarnation], "incarnation": incarnation, "spare": False}
+            out.append(Log("node-lost", f"{of[incarnation]}: {why}", data))
+            nodes.append(of[incarnation])
+            evidence.append(why)
+        self._back = {i: event for i, event in self._back.items() if i in self.agents}
+        self.revision += 1
+        return nodes, evidence
