@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from megatron.hotswap.control import decided
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.config import Durable
 from megatron.hotswap.control.state import Control, ControlConfig, Log, Send
@@ -154,6 +155,21 @@ class Story:
         for node in nodes:
             out += self.do_join(node, domain=domain)
         return out + self.do_warm(*nodes)
+
+    def do_coordinator_lost(self) -> None:
+        """Another one takes up what was recorded."""
+        self.control = Control(self.control.config, decided.decode(decided.encode(self.control.decided)), self.now)
+
+    def do_back(self, *nodes: str, version: str = "") -> list[Any]:
+        """The agents of these nodes come back to it; their processes know the ranks that the membership gives them."""
+        c, out = self.control, []
+        for node in nodes:
+            life = self.lives[node]
+            members = c.membership.members if c.membership is not None else ()
+            ranks = {x.worker: r for r, x in enumerate(members) if x.incarnation == life}
+            join = m.Join(m.PROTOCOL, RUN_ID, TOKEN, node, life, c.config.ranks_per_node, f"{life}:h2h")
+            out += self._handle(life, m.Rejoin(join, int(version) if version else c.version, ranks, False, 1.0))
+        return out
 
     def do_closed(self, *nodes: str) -> list[Any]:
         """The connections of these nodes close."""

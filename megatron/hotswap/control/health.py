@@ -68,7 +68,7 @@ class Health(Recovering):
         for agent in leaving:
             out = self.halt_reports if self.phase is Phase.HALTING else {}  # else they are of an earlier halt
             agent.leave(why[agent.incarnation], {r: out[r].own for r in agent.ranks if r is not None and r in out})
-            self.quarantine.put(agent.node, why[agent.incarnation])
+            self.quarantine.put(agent.node, why[agent.incarnation], now)
         nodes = [a.node for a in leaving]
         what = "; ".join(f"{a.node} is replaced: {a.leaving}" for a in leaving)
         recovery = self._begin_recovery(nodes, [a.leaving for a in leaving], now, now, what=what)
@@ -91,7 +91,7 @@ class Health(Recovering):
         swap = self._replace({next(iter(nodes.values())).incarnation: why}, now) if why else []
         if swap:
             return swap
-        broken = "" if self.quarantine.expecting else self.loop.strike(self.newest_step, [], [evidence])
+        broken = "" if self.quarantine.expecting else self._strike([], [evidence])
         return self._stop_if(broken, self._begin_recovery([], [evidence], heard, now), now)
 
     def _agents_of(self, ranks: Collection[int]) -> list[Agent]:
@@ -106,14 +106,16 @@ class Health(Recovering):
             text = f"node {event.node} is in the job, so there is nothing to release it from; try again once it has left"
             return [Log("release-refused", text, {"node": event.node})]
         held = self.quarantine.all(now)
-        if not self.quarantine.release(event.node):
+        if event.node not in held:
             text = f"node {event.node} is not in quarantine; in quarantine: {', '.join(sorted(held)) or 'none'}"
             return [Log("release-refused", text, {"node": event.node})]
+        self.quarantine.release(event.node)
+        self.revision += 1
         return [Log("released", f"node {event.node} may join again", {"node": event.node})]
 
-    def _refuse_join(self, event: m.Join, now: float) -> list[Decision]:
-        """A node of this job that must not have ranks: quarantined, or unhealthy before it has begun. Empty for all others."""
-        refusal = self.quarantine.refusal(event.node, now)
-        if not refusal and event.unhealthy:
-            refusal = f"node {event.node} does not join: {event.unhealthy}; mend that and start its agent again"
-        return [Send(event.incarnation, m.Refused(refusal)), Log("refused", refusal, {"node": event.node})] if refusal else []
+    def _unfit(self, join: m.Join, now: float) -> str:
+        """Why a node of this job must not have ranks, quarantined or unhealthy before it has begun, in words; empty if it may."""
+        refusal = self.quarantine.refusal(join.node, now)
+        if not refusal and join.unhealthy:
+            refusal = f"node {join.node} does not join: {join.unhealthy}; mend that and start its agent again"
+        return refusal

@@ -53,6 +53,7 @@ class Job:
         self.hang = HangDetector(config.hang_factor, config.hang_min_s)
         self.base = 0  # the generation that the membership began from
         self.newest_step = 0  # completed, as far as was said
+        self.newest_step_known = True  # False: the job was taken up, and how far it came without a coordinator is not known yet
         self.saving: Saving | None = None  # while a generation is being written
         self.save_wanted = False  # by a user
         self.save_text = ""  # how the last one that a user wanted went

@@ -14,14 +14,26 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 #: Different nodes that may be replaced for one step. The third failure of a step after two of them stops the job.
 SWAPS_MAX = 2
 #: Failures of one step of any kind, resets and processes started again included, before the job stops.
 STRIKES_MAX = 5
 #: Resets within --hot-swap-respawn-window-s that may blame one node before it is replaced.
 RESETS_MAX = 2
+#: Of all nodes together.
+_RESETS_KEPT = 64
 #: Of each reason in the words that end a job.
 _REASON_CHARS_MAX = 300
+
+
+class Struck(msgspec.Struct, frozen=True):
+    """A step that has failed, for another coordinator."""
+
+    newest: int = -1  # the step before it
+    reasons: tuple[str, ...] = ()
+    swapped: tuple[str, ...] = ()
 
 
 class LoopBreaker:
@@ -32,11 +44,22 @@ class LoopBreaker:
         self._reasons: list[str] = []
         self._swapped: list[str] = []  # different nodes
 
-    def passed(self, step: int) -> None:
-        """The step is complete, on every rank."""
-        if step > self._newest:
-            self._newest = step
-            self._reasons, self._swapped = [], []
+    @property
+    def struck(self) -> Struck:
+        """What must outlive the coordinator. While nothing has failed that is nothing, though steps go by."""
+        return Struck(self._newest, tuple(self._reasons), tuple(self._swapped)) if self._reasons else Struck()
+
+    def take_up(self, known: Struck) -> None:
+        """Go on from what another coordinator knew."""
+        self._newest, self._reasons, self._swapped = known.newest, list(known.reasons), list(known.swapped)
+
+    def passed(self, step: int) -> bool:
+        """The step is complete, on every rank. Whether one that had failed is among those that are."""
+        if step <= self._newest:
+            return False
+        had_failed = bool(self._reasons)
+        self._newest, self._reasons, self._swapped = step, [], []
+        return had_failed
 
     def strike(self, newest_step: int, swapped: Sequence[str], evidence: Sequence[str]) -> str:
         """The job fails again; `newest_step` is complete, `swapped` nodes are replaced for it. Why it must stop, in words, or empty."""
@@ -57,7 +80,9 @@ class LoopBreaker:
         )
 
 
-class _Reset(NamedTuple):
+class Reset(NamedTuple):
+    """One that has blamed one node."""
+
     when_s: float
     node: str
     reason: str
@@ -68,7 +93,16 @@ class Resets:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._resets: deque[_Reset] = deque(maxlen=64)
+        self._resets: deque[Reset] = deque(maxlen=_RESETS_KEPT)
+
+    @property
+    def all(self) -> tuple[Reset, ...]:
+        """What must outlive the coordinator."""
+        return tuple(self._resets)
+
+    def take_up(self, known: Sequence[Reset]) -> None:
+        """Go on from what another coordinator knew."""
+        self._resets.extend(known)
 
     def blame(self, nodes: set[str], evidence: str, now: float) -> str:
         """A reset begins, and these nodes stand out. If it is one, and not for the first time, why it is to be replaced; else empty."""
@@ -76,7 +110,7 @@ class Resets:
             return ""
         (node,) = nodes
         before = [r.reason for r in self._resets if r.node == node and now - r.when_s < self._window_s]
-        self._resets.append(_Reset(now, node, evidence[:_REASON_CHARS_MAX]))
+        self._resets.append(Reset(now, node, evidence[:_REASON_CHARS_MAX]))
         if len(before) < RESETS_MAX:
             return ""
         return (

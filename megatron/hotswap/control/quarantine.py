@@ -12,13 +12,33 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import NamedTuple
 
+import msgspec
+
 #: Of each failure in the words of a quarantine.
 _REASON_CHARS_MAX = 160
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
+    """A node that is in."""
+
     why: str
     until_s: float | None  # None: until it is released
+
+
+class Failure(NamedTuple):
+    """One of a node."""
+
+    when_s: float
+    why: str
+
+
+class Remembered(msgspec.Struct, frozen=True):
+    """What another coordinator must know of it."""
+
+    cases: dict[str, Case] = {}  # by node, as all of these
+    failures: dict[str, tuple[Failure, ...]] = {}
+    counted: dict[str, str] = {}  # life whose failure in the recovery that is under way is one of them
+    expected: dict[str, int] = {}  # faults on purpose that have not struck yet
 
 
 class Quarantine:
@@ -27,12 +47,28 @@ class Quarantine:
     def __init__(self, failures_max: int, window_s: float) -> None:
         self._failures_max = failures_max
         self._window_s = window_s
-        self._failures: dict[str, deque[tuple[float, str]]] = {}
+        self._failures: dict[str, deque[Failure]] = {}
         self._counted: dict[str, tuple[str, int]] = {}  # node -> (life, recovery) of its last failure
         self._on_purpose: dict[str, tuple[str, int]] = {}  # the same, of the last one that was caused on purpose
         self._expected: Counter[str] = Counter()  # faults on purpose that have not struck yet
-        self._cases: dict[str, _Case] = {}
+        self._cases: dict[str, Case] = {}
         self._news: list[str] = []
+
+    def remembered(self, recovery: int | None) -> Remembered:
+        """What must outlive the coordinator; `recovery` is the number of the one that is under way, if one is."""
+        return Remembered(
+            dict(self._cases),
+            {node: tuple(failures) for node, failures in self._failures.items()},
+            {node: life for node, (life, number) in self._counted.items() if number == recovery},
+            dict(self._expected),
+        )
+
+    def take_up(self, known: Remembered) -> None:
+        """Go on from what another coordinator knew. Recoveries are numbered anew, from 0: that is the one which was under way."""
+        self._cases = dict(known.cases)
+        self._failures = {node: deque(failures, maxlen=self._failures_max) for node, failures in known.failures.items()}
+        self._counted = {node: (life, 0) for node, life in known.counted.items()}
+        self._expected = Counter(known.expected)
 
     def expect(self, node: str) -> None:
         """A fault on purpose is armed on the node: its next failure says nothing about it."""
@@ -65,21 +101,21 @@ class Quarantine:
             self._on_purpose[node] = life, recovery
             return ""
         failures = self._failures.setdefault(node, deque(maxlen=self._failures_max))
-        failures.append((now, why[:_REASON_CHARS_MAX]))
-        recent = [reason for when, reason in failures if now - when < self._window_s]
+        failures.append(Failure(now, why[:_REASON_CHARS_MAX]))
+        recent = [failure.why for failure in failures if now - failure.when_s < self._window_s]
         if len(recent) < self._failures_max:
             return ""
         text = (
-            f"it failed {len(recent)} time{'s' if len(recent) > 1 else ''} within {now - failures[0][0]:.0f} s ({'; '.join(recent)}), and "
-            f"--hot-swap-quarantine-failures is {self._failures_max} in {self._window_s:g} s"
+            f"it failed {len(recent)} time{'s' if len(recent) > 1 else ''} within {now - failures[0].when_s:.0f} s ({'; '.join(recent)}), "
+            f"and --hot-swap-quarantine-failures is {self._failures_max} in {self._window_s:g} s"
         )
-        self.put(node, text, now + self._window_s)
+        self.put(node, text, now, now + self._window_s)
         return text
 
-    def put(self, node: str, why: str, until_s: float | None = None) -> None:
+    def put(self, node: str, why: str, now: float, until_s: float | None = None) -> None:
         """The node gets no ranks any more: until then, or until it is released. What is known already stays."""
-        if node not in self._cases:
-            self._cases[node] = _Case(why, until_s)
+        if not self.refusal(node, now):
+            self._cases[node] = Case(why, until_s)
             self._news.append(node)
 
     def news(self) -> list[str]:
@@ -90,20 +126,17 @@ class Quarantine:
     def refusal(self, node: str, now: float) -> str:
         """Why the node gets no ranks, until when, and how to end that, in words; empty if it may have some."""
         case = self._cases.get(node)
-        if case is None:
-            return ""
-        if case.until_s is not None and now >= case.until_s:
-            self.release(node)
+        if case is None or (case.until_s is not None and now >= case.until_s):
             return ""
         until = "" if case.until_s is None else f"in {case.until_s - now:.0f} s by itself, or "
         return f"node {node} is in quarantine: {case.why}; it may join again {until}after: deadpool release {node}"
 
-    def release(self, node: str) -> bool:
-        """Let it out, and count anew. Whether it was in."""
+    def release(self, node: str) -> None:
+        """Let it out, and count anew."""
         self._failures.pop(node, None)
-        return self._cases.pop(node, None) is not None
+        self._cases.pop(node, None)
 
     def all(self, now: float) -> dict[str, str]:
         """Node -> refusal, of those that are in."""
-        found = {node: self.refusal(node, now) for node in list(self._cases)}
+        found = {node: self.refusal(node, now) for node in self._cases}
         return {node: text for node, text in found.items() if text}

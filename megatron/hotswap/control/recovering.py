@@ -38,7 +38,6 @@ class Recovering(Saves):
         for incarnation, why in lost.items():
             agent = self.agents.pop(incarnation)
             self.fenced[incarnation] = why
-            self.revision += 1
             self.replica_reports.pop(incarnation, None)
             out.append(Send(incarnation, m.Refused(f"node {agent.node} was given up: {why}")))
             data = {"node": agent.node, "incarnation": incarnation, "spare": agent.spare and not agent.leaving, "left": bool(agent.leaving)}
@@ -59,6 +58,7 @@ class Recovering(Saves):
                 evidence.append(f"rank {rank}: {why}")
                 down[rank] = agent.node
         out += self._quarantine_news(now)
+        self.revision += 1
         if not gone and not down:
             return out + orders
         if self.finished:  # some rank is through its whole script, so all have trained to the end
@@ -74,10 +74,13 @@ class Recovering(Saves):
             agent = self.agents[incarnation]
             if not agent.leaving:  # else it was judged when its ranks were taken from it
                 self.quarantine.failed(agent.node, incarnation, len(self.recoveries), why, now)
-            refusal = self.quarantine.refusal(agent.node, now)
-            twins = [a.incarnation for a in self.agents.values() if a.node == agent.node and a.spare and a.incarnation not in lost]
-            found |= dict.fromkeys(twins, refusal) if refusal else {}
-        return found
+            found |= self._spares_in_quarantine(agent.node, now)
+        return {incarnation: refusal for incarnation, refusal in found.items() if incarnation not in lost}
+
+    def _spares_in_quarantine(self, node: str, now: float) -> dict[str, str]:
+        """Lives of the node that hold no ranks, each with why it must not have any, if that is so."""
+        refusal = self.quarantine.refusal(node, now)
+        return {a.incarnation: refusal for a in self.agents.values() if a.node == node and a.spare} if refusal else {}
 
     def _quarantine_news(self, now: float) -> list[Decision]:
         return [Log("quarantined", self.quarantine.refusal(node, now), {"node": node}) for node in self.quarantine.news()]
@@ -90,7 +93,11 @@ class Recovering(Saves):
         on_purpose = any(self.quarantine.on_purpose(node, len(self.recoveries)) for node in (*gone, *down.values()))
         if not counts or on_purpose or self._at_the_last_rung:
             return ""
-        return self.loop.strike(self.newest_step, gone, [f"{', '.join(gone)}: {', '.join(evidence)}"] if gone else evidence)
+        return self._strike(gone, [f"{', '.join(gone)}: {', '.join(evidence)}"] if gone else evidence)
+
+    def _strike(self, swapped: list[str], evidence: list[str]) -> str:
+        """The step fails that the job stands at: why it must stop, in words, or empty."""
+        return self.loop.strike(self.newest_step, swapped, evidence) if self.newest_step_known else ""
 
     def _stop_if(self, broken: str, recovery: list[Decision], now: float) -> list[Decision]:
         """The recovery, or the last rung after its halt if the job is not to go on."""
@@ -290,6 +297,10 @@ class Recovering(Saves):
             return self._end_durable(Ending(75, f"no memory has anything to go back to: {choice}"))
         if isinstance(choice, str):
             return self._end(1, f"nothing to go back to: {choice}")
+        if self._store() is None:
+            first = self.membership.members[0]
+            why = "no rank has a state, and no process is known to serve an unused store for their rendezvous"
+            return self._lose({}, now, {(first.incarnation, first.worker): why})
         return self._resume(choice, now)
 
     def _ask_leaving(self, now: float) -> list[Decision] | None:
@@ -323,7 +334,8 @@ class Recovering(Saves):
 
     def _resume(self, choice: plan.Choice, now: float) -> list[Decision]:
         assert self.membership is not None and self.recovery is not None
-        members = self.membership.members
+        members, store = self.membership.members, self._store()
+        assert store is not None
         holders, worse = place_again(self.config, self.membership, self.agents)
         self.membership = m.Membership(self.version, members, holders)
         # A node that leaves is asked last: it is there, but not fit.
@@ -338,21 +350,23 @@ class Recovering(Saves):
                 agent.left_up_to = choice.generation if agent.left_up_to is None else min(agent.left_up_to, choice.generation)
         self.commits.begin_again(choice.generation)
         replaced = tuple(rank for rank, report in sorted(self.halt_reports.items()) if report.done is None)
-        resume = m.Resume(self.membership, choice.generation, self._store(), sources, choice.redo_sections, replaced)
-        self.newest_step = self.base = choice.generation
+        resume = m.Resume(self.membership, choice.generation, store, sources, choice.redo_sections, replaced)
+        self.newest_step, self.newest_step_known = choice.generation, True
+        self.base = choice.generation
         data = {"version": self.version, "generation": choice.generation, "fetch": sorted(sources), "holders": holders}
         logs = [*self._saving_unneeded(), Log("plan", choice.reason, data)]
         logs += [Log("placement", worse, {"holders": holders})] if worse else []
         return [*(Send(i, resume) for i in self._member_agents()), *logs]
 
-    def _store(self) -> str:
-        """An unused rendezvous store: that of a rank which had a state when it was halted, else one that a spare served when warm."""
+    def _store(self) -> str | None:
+        """An unused rendezvous store: that of a rank which had a state when it was halted, else one that a spare served when warm. None: a
+        coordinator that has taken the job up does not hear of those again that were in use."""
         assert self.membership is not None
         survivors = [r for r, report in sorted(self.halt_reports.items()) if report.done is not None]
         if survivors:
             return self.halt_reports[survivors[0]].store
         first = self.membership.members[0]
-        return self.agents[first.incarnation].stores[first.worker]
+        return self.agents[first.incarnation].stores.get(first.worker)
 
     def _restored(self, incarnation: str, event: m.Restored, now: float) -> list[Decision]:
         if not self._counts(incarnation, event) or self.membership is None or self.recovery is None:
@@ -376,7 +390,7 @@ class Recovering(Saves):
         if self.phase is not Phase.TRAINING or len(self.recovery.first_step) < len(self.membership.members):
             return []
         done, self.recovery = self.recovery, None
-        self.loop.passed((done.generation or 0) + 1)
+        self.revision += self.loop.passed((done.generation or 0) + 1)
         self.recoveries.append(done)
         recovered = Log("recovered", f"{done.kind} complete", {"recovery": done.time_line(self.version, now)})
         left = {i: agent.leaving for i, agent in self.agents.items() if agent.leaving}  # not needed any more

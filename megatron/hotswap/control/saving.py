@@ -120,6 +120,7 @@ class Saves(Job):
         saving, durable = self.saving, self.config.durable
         assert saving is not None and durable is not None
         self.attempts += 1
+        self.revision += 1
         saving.attempt, saving.generation, saving.by = self.attempts, generation, by
         saving.folder = str(Name(generation, self.config.run_id, self.version, self.attempts))
         saving.retry_s = saving.manifest_by = None
@@ -156,6 +157,7 @@ class Saves(Job):
             return []
         assert saving.generation is not None
         self.durable_generation, self.durable_folder = saving.generation, saving.folder
+        self.revision += 1
         self.save_text = f"generation {saving.generation} is durable: {durable.root}/{saving.folder}"
         removed = f"; removed {', '.join(event.removed)}" if event.removed else ""
         data = {"generation": saving.generation, "folder": saving.folder, "removed": event.removed}

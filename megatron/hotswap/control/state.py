@@ -87,8 +87,7 @@ class Control(Returning):
     # ---- joining and starting
 
     def _join(self, incarnation: str, event: m.Join, now: float) -> list[Decision]:
-        refused = self._refuse_join(event, now)
-        return refused or self._admit(incarnation, event, now, f"joined with {event.workers} workers")
+        return self._admit(incarnation, event, now, f"joined with {event.workers} workers")
 
     def _ready(self, incarnation: str, event: m.WorkerReady, now: float) -> list[Decision]:
         agent = self.agents[incarnation]
@@ -215,6 +214,7 @@ class Control(Returning):
         decisions = arm(event.injection, self.agents.values())
         if event.injection.action != "plug" and not any(isinstance(d, Log) and d.kind == "inject-refused" for d in decisions):
             self.quarantine.expect(event.injection.node)
+            self.revision += 1
         return decisions
 
     def _note(self, incarnation: str, event: m.Note, now: float) -> list[Decision]:
@@ -226,7 +226,9 @@ class Control(Returning):
 
     def _step_done(self, incarnation: str, event: m.StepDone, now: float) -> list[Decision]:
         self.stepped = True  # the service records the rest
-        self.newest_step = max(self.newest_step, event.record.step)
+        if event.record.step > self.newest_step:
+            self.newest_step, self.newest_step_known = event.record.step, True
+        self.revision += self.loop.passed(self.newest_step)  # once, after the step has failed
         self.hang.step_done(event.record.seconds)
         return []
 
