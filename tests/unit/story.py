@@ -156,21 +156,6 @@ class Story:
             out += self.do_join(node, domain=domain)
         return out + self.do_warm(*nodes)
 
-    def do_coordinator_lost(self) -> None:
-        """Another one takes up what was recorded."""
-        self.control = Control(self.control.config, decided.decode(decided.encode(self.control.decided)), self.now)
-
-    def do_back(self, *nodes: str, version: str = "") -> list[Any]:
-        """The agents of these nodes come back to it; their processes know the ranks that the membership gives them."""
-        c, out = self.control, []
-        for node in nodes:
-            life = self.lives[node]
-            members = c.membership.members if c.membership is not None else ()
-            ranks = {x.worker: r for r, x in enumerate(members) if x.incarnation == life}
-            join = m.Join(m.PROTOCOL, RUN_ID, TOKEN, node, life, c.config.ranks_per_node, f"{life}:h2h")
-            out += self._handle(life, m.Rejoin(join, int(version) if version else c.version, ranks, False, 1.0))
-        return out
-
     def do_closed(self, *nodes: str) -> list[Any]:
         """The connections of these nodes close."""
         return [d for n in nodes for d in self._handle(self.lives[n], m.AgentLost("its connection closed"))]
@@ -266,6 +251,25 @@ class Story:
     def do_release(self, node: str) -> list[Any]:
         """A user lets a node out of quarantine."""
         return self._handle("", m.Release(node))
+
+    # ---- the coordinator is lost
+
+    def do_coordinator_lost(self, seconds: str = "1.0") -> None:
+        """Another one takes up what was recorded, so much later."""
+        self.now += float(seconds)
+        self.control = Control(self.control.config, decided.decode(decided.encode(self.control.decided)), self.now)
+
+    def do_back(self, *nodes: str, version: str = "", halted: str = "no", unknown: str = "") -> list[Any]:
+        """The nodes' agents have found it. `unknown`: workers whose process does not know its rank."""
+        c = self.control
+        members = c.membership.members if c.membership is not None else ()
+        out: list[Any] = []
+        for n in nodes:
+            life = self.lives[n]
+            ranks = {x.worker: r for r, x in enumerate(members) if x.incarnation == life and str(x.worker) not in unknown.split(",")}
+            join = m.Join(m.PROTOCOL, RUN_ID, TOKEN, n, life, c.config.ranks_per_node, f"{life}:h2h", "")
+            out += self._handle(life, m.Rejoin(join, int(version) if version else c.version, ranks, halted == "yes", 1.0))
+        return out
 
     # ---- durable generations
 

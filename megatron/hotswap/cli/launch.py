@@ -22,6 +22,7 @@ from ..control.state import ControlConfig, Phase
 from ..coordinator.job_file import JOB_FILE, announce, running_job
 from ..coordinator.service import Coordinator, Scheduled
 from ..coordinator.store import JOURNAL
+from ..coordinator.stores import JOURNAL as DEFAULT_STORE
 from ..environment import AgentEnvironment
 from ..errors import UsageError
 from ..metrics import FOLDER as METRICS
@@ -155,9 +156,14 @@ async def run(
         show: called ten times a second to show progress, and once more when all has ended.
         started: called once, when the nodes have been started.
     """
+    flags = config.parse(launch.argv)
+    if flags.store != DEFAULT_STORE:
+        raise UsageError(
+            f"--hot-swap-store {flags.store} is for jobs of several machines; all of this one, its coordinator too, is on this machine: "
+            "leave the flag away here, and give it under Slurm"
+        )
     control = prepare(launch)
     shown = credentials.read(launch.run_dir, "agent", control.run_id)
-    flags = config.parse(launch.argv)
     await make_transport(flags, shown, launch.host).check()
     networks = NodeNetworks() if launch.separate_networks else None
     try:

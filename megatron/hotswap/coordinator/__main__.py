@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import HotSwapError, UsageError
+from ..errors import Deposed, HotSwapError, UsageError
 from ..security import files as credentials
 from .job_file import JOB_FILE, Setup, announce, read_setup
 from .service import Coordinator
@@ -49,9 +49,12 @@ async def serve(run_dir: Path, host: str, port: int, show: Callable[[Coordinator
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, coordinator.leave, f"it got {number.name}")
         address = await coordinator.start(host, port)
-        await loop.run_in_executor(None, store.announce, address)
-        announce(run_dir, address, setup.control.run_id)
-        if setup.metrics_port:
+        try:
+            await loop.run_in_executor(None, store.announce, address)
+            announce(run_dir, address, setup.control.run_id)
+        except (Deposed, OSError) as away:
+            coordinator.stand_by(str(away))
+        if setup.metrics_port and not coordinator.deposed:
             await coordinator.serve_metrics(setup.metrics_address, setup.metrics_port, host)
         while not coordinator.ended.is_set():
             show(coordinator)

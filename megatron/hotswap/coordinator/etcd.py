@@ -3,7 +3,8 @@
 Of each job there are three keys. `leader` belongs to the coordinator that leads: it is made only where there is none, and vanishes with
 the leader's lease, which a thread of its own keeps alive. `decided` is written in one transaction with the question whether `leader` is
 still this one's own, so a coordinator that was cut off cannot record anything, and what is not recorded is not done. `coordinator` says
-where agents reach the leader.
+where agents reach the leader, and vanishes with it. `decided` outlives the job by a day, for coordinators that stood by and must hear
+that it is over.
 
 A leader counts its lease from before it asked for it, so it has stopped by the time etcd lets another one lead. Its clock may be off by
 any amount, but not run at another rate.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import re
+import sys
 import threading
 import time
 import uuid
@@ -26,6 +28,7 @@ from .store import Store, require_schema
 #: For how long a leader that says nothing is still the leader. An agent looks for a coordinator for minutes.
 LEASE_S = 5
 _RENEW_S = LEASE_S / 5
+_KEPT_AFTER_S = 86_400
 _ASK_S = 0.5
 _TIMEOUT_S = 2.0
 _ENDPOINT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):(\d{1,5})")
@@ -49,6 +52,13 @@ def _text(raw: str | bytes) -> str:
     return base64.b64encode(raw.encode() if isinstance(raw, str) else raw).decode()
 
 
+def _root(failure: BaseException) -> str:
+    """What lies under the layers of an HTTP library."""
+    while (under := failure.__cause__ or failure.__context__) is not None:
+        failure = under
+    return getattr(failure, "detail_text", None) or str(failure) or repr(failure)
+
+
 class EtcdStore(Store):
     """The keys of one job."""
 
@@ -64,6 +74,7 @@ class EtcdStore(Store):
         self._clients = [
             etcd3gw.Etcd3Client(host, port, protocol, timeout=_TIMEOUT_S, api_path="/v3/") for protocol, host, port in endpoints(name)
         ]
+        self._order = threading.Lock()  # of the clients
         self._me = uuid.uuid4().hex
         self._lease: int | None = None
         self._until_s = 0.0  # this leader leads until then, by this process's clock
@@ -75,34 +86,42 @@ class EtcdStore(Store):
     def _ask(self, call: Callable[[Any], Any]) -> Any:
         """Of the first endpoint that answers, which is then asked first."""
         said = "no endpoint was asked"
-        for client in list(self._clients):
+        with self._order:
+            clients = list(self._clients)
+        for client in clients:
             try:
                 answer = call(client)
             except (self._failed, OSError, KeyError, ValueError) as failure:
-                said = f"{client.host}:{client.port}: {getattr(failure, 'detail_text', None) or failure!r}"
+                said = f"{client.host}:{client.port}: {_root(failure)}"
                 continue
-            self._clients.remove(client)
-            self._clients.insert(0, client)
+            with self._order:
+                self._clients.remove(client)
+                self._clients.insert(0, client)
             return answer
         raise OSError(f"etcd ({self._name}) does not answer; {said}")
 
     # ---- to lead
 
     def lead(self) -> Decided | None:
-        """As Store.lead; waits while another one leads, and while etcd does not answer."""
+        """As Store.lead; waits while another one leads, and while etcd does not answer, which is said once. `close` ends the wait."""
+        said = ""
         while not self._over.is_set():
             try:
                 if self._try_to_lead():
-                    break
+                    raw = self._ask(lambda client: client.get(self._key("decided")))
+                    threading.Thread(target=self._renew, name="deadpool-etcd-lease", daemon=True).start()
+                    return self._understood(raw[0]) if raw else None
             except OSError as away:
-                print(f"deadpool: {away}; asked again", flush=True)
+                self._revoke()
+                if str(away) != said:
+                    print(f"deadpool: {away}; it is asked again and again", file=sys.stderr, flush=True)
+                said = str(away)
             self._over.wait(_ASK_S)
-        threading.Thread(target=self._renew, name="deadpool-etcd-lease", daemon=True).start()
-        raw = self._ask(lambda client: client.get(self._key("decided")))
-        if not raw:
-            return None
+        return None
+
+    def _understood(self, raw: bytes) -> Decided:
         try:
-            decided: Decided = decode(raw[0])
+            decided: Decided = decode(raw)
         except Malformed as wrong:
             raise UsageError(f"what {self._name} has of this job cannot be taken up: {wrong}; start the job anew") from wrong
         require_schema(decided, self._name)
@@ -110,21 +129,22 @@ class EtcdStore(Store):
 
     def _try_to_lead(self) -> bool:
         """Whether this one leads now."""
+        if self._ask(lambda client: client.get(self._key("leader"))):
+            return False
         asked_s = time.monotonic()
-        if self._lease is None:
-            self._lease = self._ask(lambda client: client.lease(LEASE_S)).id
+        self._lease = self._ask(lambda client: client.lease(LEASE_S)).id
         key = _text(self._key("leader"))
         put = {"request_put": {"key": key, "value": _text(self._me), "lease": self._lease}}
         none_leads = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": 0}
         done = self._ask(lambda client: client.transaction({"compare": [none_leads], "success": [put], "failure": []}))
         if not done.get("succeeded"):
-            self._revoke()  # it would run out while this one waits
+            self._revoke()
             return False
         self._until_s = asked_s + LEASE_S
         return True
 
     def _renew(self) -> None:
-        while not self._over.wait(_RENEW_S):
+        while not self._over.wait(_RENEW_S) and not self.lost:  # who has lost it once stands for election again
             asked_s = time.monotonic()
             try:
                 left = self._ask(lambda client: client.post(client.get_url("/lease/keepalive"), json={"ID": self._lease}))
@@ -142,15 +162,17 @@ class EtcdStore(Store):
 
     def announce(self, address: str) -> None:
         """As Store.announce."""
-        self._put("coordinator", address.encode())
+        self._put("coordinator", address.encode(), self._lease)
 
     def save(self, decided: Decided) -> None:
         """As Store.save."""
-        self._put("decided", encode(decided))
+        over = decided.exit_code is not None
+        lease = self._ask(lambda client: client.lease(_KEPT_AFTER_S)).id if over else None
+        self._put("decided", encode(decided), lease)
 
-    def _put(self, name: str, raw: bytes) -> None:
+    def _put(self, name: str, raw: bytes, lease: int | None) -> None:
         mine = {"key": _text(self._key("leader")), "target": "VALUE", "result": "EQUAL", "value": _text(self._me)}
-        put = {"request_put": {"key": _text(self._key(name)), "value": _text(raw)}}
+        put = {"request_put": {"key": _text(self._key(name)), "value": _text(raw), "lease": lease or 0}}
         done = self._ask(lambda client: client.transaction({"compare": [mine], "success": [put], "failure": []}))
         if not done.get("succeeded"):
             self._until_s = 0.0

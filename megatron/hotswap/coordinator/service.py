@@ -60,7 +60,7 @@ class Coordinator:
         self.control = Control(config, decided, clock.now())
         self.recorder = Recorder(run_dir, again=decided is not None)
         self._store = store
-        self._first = RecordsFirst(self.control, store, self._carry_out, self._step_down)
+        self._first = RecordsFirst(self.control, store, self._carry_out, self.stand_by)
         self.deposed = ""  # why this coordinator must not decide any more, though the job goes on
         self.may_lead_again = False  # whether it may stand for election once more
         self.lost_nodes: asyncio.Queue[str] = (
@@ -149,6 +149,11 @@ class Coordinator:
         """Decide nothing more. The agents lose this connection and look for another coordinator; training goes on."""
         self.deposed = self.deposed or why
         self.ended.set()
+
+    def stand_by(self, why: str) -> None:
+        """The store is out of reach, or another one's: this process may stand for election again."""
+        self.may_lead_again = not self.deposed
+        self._step_down(why)
 
     def leave(self, why: str) -> None:
         """End this process and not the job: another coordinator takes it up."""
@@ -255,8 +260,7 @@ class Coordinator:
                     with contextlib.suppress(grpc.aio.AioRpcError):  # it hears nothing at all: then nothing is waited for
                         await ask(wire.Command(), timeout=_HEARING_TIMEOUT_S)
                 if lost := self._store.lost:
-                    self.may_lead_again = True
-                    return self._step_down(lost)
+                    return self.stand_by(lost)
                 self._apply(self.control.tick(clock.now()))
 
     def _apply(self, decisions: list[Decision]) -> None:

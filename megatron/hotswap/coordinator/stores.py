@@ -54,11 +54,13 @@ def finder(name: str, run_dir: Path, run_id: str) -> Callable[[], str | None]:
     if name == JOURNAL:
         return from_file
 
-    def from_etcd() -> str | None:
-        from .etcd import EtcdStore
+    from .etcd import EtcdStore
 
+    asked = EtcdStore(name, run_id)
+
+    def from_etcd() -> str | None:
         try:
-            return EtcdStore(name, run_id).coordinator()
+            return asked.coordinator()
         except OSError:
             return None
 
