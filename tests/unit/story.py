@@ -231,9 +231,10 @@ class Story:
         """A worker of a node that has no rank yet ended with words."""
         return self._handle(self.lives[node], m.Finished(0, None, 2, text))
 
-    def do_inject(self, node: str, worker: str = "0", step: str = "") -> list[Any]:
+    def do_inject(self, node: str, worker: str = "0", step: str = "", action: str = "kill") -> list[Any]:
         """A user asks for a fault."""
-        return self._handle("", m.Inject(m.Injection("kill", "node", node, int(worker), int(step) if step else None)))
+        scope: Any = "worker" if action in m.WORKER_FAULTS else "node"
+        return self._handle("", m.Inject(m.Injection(action, scope, node, int(worker), int(step) if step else None)))  # type: ignore[arg-type]
 
     def do_unhealthy(self, node: str, reason: str, source: str = "command", fatal: str = "yes") -> list[Any]:
         """The node's health command, or its device, says that something is wrong."""

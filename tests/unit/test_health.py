@@ -11,6 +11,7 @@ import pytest
 from megatron.hotswap.agent import health
 from megatron.hotswap.agent.devices import Finding, NotWatched
 from megatron.hotswap.agent.health import NodeHealth, run_command
+from megatron.hotswap.agent.retold import Retold
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.processes import adopt_orphans
 
@@ -153,3 +154,15 @@ def test_a_driver_that_hangs_at_start_keeps_the_node_out(monkeypatch):
         return await node_health(monkeypatch, [], devices=object()).at_start()
 
     assert asyncio.run(test()) == "a device fails: the GPU driver has not answered for 0.1 s"
+
+
+def test_what_is_wrong_with_a_node_is_told_again_to_the_next_coordinator():
+    """For as long as it is; a warning is a line that was written, or is said among the notes."""
+    retold = Retold()
+    command, device = m.Unhealthy("command", "no disk"), m.Unhealthy("device", "GPU 0 is lost")
+    for said in (m.Unhealthy("command", "no fan"), device, command, m.Unhealthy("device", "hot", fatal=False)):
+        retold.said(said)
+    retold.halted()
+    assert retold.messages() == [device, command]
+    retold.said(m.HealthyAgain("device"))
+    assert retold.messages() == [command]

@@ -12,7 +12,6 @@ and 109 (a context switch that took too long), which NVIDIA's own device plugin 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import time
 from collections.abc import Sequence
@@ -117,11 +116,6 @@ class Devices:
     def look(self, wait_s: float) -> list[Finding]:
         """Wait so long for an Xid, then ask every GPU. What stays wrong is found again each time; warnings are rare."""
         return [*self._xids(wait_s), *(f for name, handle in self._handles.items() for f in self._ask(name, handle))]
-
-    def close(self) -> None:
-        """Let go of the driver."""
-        with contextlib.suppress(self._nvml.NVMLError):
-            self._nvml.nvmlShutdown()
 
     def _xids(self, wait_s: float) -> list[Finding]:
         found: list[Finding] = []

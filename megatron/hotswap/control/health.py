@@ -86,13 +86,14 @@ class Health(Recovering):
 
     def _reset(self, blamed: Collection[int], evidence: str, heard: float, now: float) -> list[Decision]:
         """Rung 1; or 3, if resets have pointed to one node again and again. `blamed` are the ranks that stand out, if not all do."""
+        if self.quarantine.expecting or self.resets.on_purpose():
+            return self._begin_recovery([], [evidence], heard, now)
         nodes = {a.node: a for a in self._agents_of(blamed)}
-        why = "" if self.quarantine.expecting else self.resets.blame(set(nodes), evidence, now)
+        why = self.resets.blame(set(nodes), evidence, now)
         swap = self._replace({next(iter(nodes.values())).incarnation: why}, now) if why else []
         if swap:
             return swap
-        broken = "" if self.quarantine.expecting else self._strike([], [evidence])
-        return self._stop_if(broken, self._begin_recovery([], [evidence], heard, now), now)
+        return self._stop_if(self._strike([], [evidence]), self._begin_recovery([], [evidence], heard, now), now)
 
     def _agents_of(self, ranks: Collection[int]) -> list[Agent]:
         assert self.membership is not None

@@ -94,6 +94,7 @@ class Resets:
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._resets: deque[Reset] = deque(maxlen=_RESETS_KEPT)
+        self._expected = 0  # on purpose, yet to come
 
     @property
     def all(self) -> tuple[Reset, ...]:
@@ -103,6 +104,16 @@ class Resets:
     def take_up(self, known: Sequence[Reset]) -> None:
         """Go on from what another coordinator knew."""
         self._resets.extend(known)
+
+    def expect(self) -> None:
+        """One is caused on purpose: it says nothing about any node, or step."""
+        self._expected += 1
+
+    def on_purpose(self) -> bool:
+        """A reset begins: whether it is one that was expected."""
+        expected = self._expected > 0
+        self._expected -= expected
+        return expected
 
     def blame(self, nodes: set[str], evidence: str, now: float) -> str:
         """A reset begins, and these nodes stand out. If it is one, and not for the first time, why it is to be replaced; else empty."""

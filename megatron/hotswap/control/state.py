@@ -212,7 +212,11 @@ class Control(Returning):
 
     def _inject(self, incarnation: str, event: m.Inject, now: float) -> list[Decision]:
         decisions = arm(event.injection, self.agents.values())
-        if event.injection.action != "plug" and not any(isinstance(d, Log) and d.kind == "inject-refused" for d in decisions):
+        if any(isinstance(d, Log) and d.kind == "inject-refused" for d in decisions):
+            return decisions
+        if event.injection.action == "fail-collective":  # nobody is lost
+            self.resets.expect()
+        elif event.injection.action != "plug":
             self.quarantine.expect(event.injection.node)
             self.revision += 1
         return decisions
