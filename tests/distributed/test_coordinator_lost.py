@@ -126,11 +126,11 @@ def test_a_coordinator_that_is_started_again_takes_up_its_journal(
         before = running.written()
         time.sleep(3.0)  # steps are completed meanwhile, which nobody writes down
         serving = running.coordinator()
+        running.nodes.start("node3")  # it is told where the first coordinator was
         until(lambda: running.written() > before + 1)
         running.nodes.kill("node1")
+        until(lambda: [e for e in running.events("spare") if e["node"] == "node3"])
         until(lambda: running.events("recovered"))
-        running.nodes.start("node1")
-        until(lambda: [e for e in running.events("spare") if "node1" in e["reason"]])
         running.more_steps()
         serving.kill()
         serving.wait()

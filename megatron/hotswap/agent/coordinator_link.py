@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class CoordinatorLink:
         self._listener = Listener(COORDINATOR_LEASES * lease_s, interval_s, turn_s=interval_s)
         self._outbox: asyncio.Queue[m.FromAgent] = asyncio.Queue()
         self._notes: list[m.FromAgent] = []  # lines for events.jsonl, said while there was nobody to hear them
+        self._known = False  # whether any coordinator has answered
         self._connected = True  # what is said before the first connection waits for it
         self._call: Any = None
         self._seeking: asyncio.Task[None] | None = None
@@ -90,16 +92,18 @@ class CoordinatorLink:
         """Hear and obey the coordinator, whichever it is, until the agent is fenced.
 
         Raises:
-            Fenced: nobody was found in time, or the coordinator cannot be understood.
+            Fenced: nobody was found in time, or the coordinator does not believe this agent or cannot be understood.
         """
         loop = asyncio.get_running_loop()
-        self.heard_s, first = loop.time(), True
+        self.heard_s, begin = loop.time(), list[m.FromAgent]()
         while True:
-            why, heard = await self._connection([] if first else self._again())
-            if first and not heard:
-                refused = await loop.run_in_executor(None, why_refused, self._address, self._shown)
-                raise Fenced(f"the coordinator at {self._address} is not reached: {refused or why}")
-            self._connected, first = False, False
+            why, heard = await self._connection(begin)
+            self._known = self._known or heard
+            if not self._known and (refused := await loop.run_in_executor(None, why_refused, self._address, self._shown)):
+                raise Fenced(f"the coordinator at {self._address} is not reached: {refused}")
+            if not self._known and not begin:
+                print(f"no coordinator is at {self._address} ({why}); it is looked for", file=sys.stderr, flush=True)
+            self._connected = False
             if loop.time() - self.heard_s > self._timeout_s:
                 raise Fenced(
                     f"no coordinator was found for {self._timeout_s:g} s (--hot-swap-coordinator-timeout-s) after the connection to the "
@@ -107,6 +111,7 @@ class CoordinatorLink:
                 )
             await asyncio.sleep(_SEEK_S)
             self._address = await loop.run_in_executor(None, self._calls.find) or self._address
+            begin = self._again()
 
     def _again(self) -> list[m.FromAgent]:
         """What another coordinator must hear first. From here on everything that is said is for it."""
@@ -117,7 +122,8 @@ class CoordinatorLink:
         self._outbox = asyncio.Queue()  # the former connection may still wait at the old one
         self._connected = True
         away_s = asyncio.get_running_loop().time() - self.heard_s
-        return [self._calls.rejoin(away_s), *self.retold.messages(), *notes]
+        rejoin = self._calls.rejoin(away_s)
+        return [rejoin if self._known else rejoin.join, *self.retold.messages(), *notes]
 
     async def _connection(self, begin: list[m.FromAgent]) -> tuple[str, bool]:
         """One connection, until it breaks: why, and whether anything was heard."""
@@ -161,6 +167,12 @@ class CoordinatorLink:
 
     async def beat(self) -> None:
         """Say that the agent lives, and look whether the coordinator does."""
+        try:
+            await self._beat()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    async def _beat(self) -> None:
         loop, sequence = asyncio.get_running_loop(), 0
         while True:
             sequence += 1

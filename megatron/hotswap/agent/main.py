@@ -6,7 +6,6 @@ One asyncio loop; whatever would hold it (checksums of gigabytes) runs in an exe
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import os
 import socket
 import sys
@@ -132,7 +131,6 @@ class Agent:
         finally:
             for task in [*tasks, *self._tasks, *([self._recovery] if self._recovery else [])]:
                 task.cancel()
-            faulthandler.cancel_dump_traceback_later()
             self._replicator.close()
             self._lives.close()
             self._health.close()

@@ -72,7 +72,7 @@ def _judged(failure: ssl.SSLCertVerificationError) -> str:
 
 def why_refused(address: str, credentials: Credentials) -> str | None:
     """gRPC says only that a connection failed. Do the handshake with the coordinator once more; returns why it fails, in words. None: it
-    does not. Blocks for some seconds at most."""
+    does not, or nobody is there. Blocks for some seconds at most."""
     host, port = address.rsplit(":", 1)
     context = _context(ssl.PROTOCOL_TLS_CLIENT, credentials)
     context.set_alpn_protocols(["h2"])
@@ -83,12 +83,12 @@ def why_refused(address: str, credentials: Credentials) -> str | None:
         ):
             if tls.recv(1):  # in TLS 1.3 the server judges the client's certificate when the client is through already
                 return None
-    except TimeoutError:
-        return None
     except ConnectionResetError:
         pass
-    except OSError as failure:
+    except ssl.SSLError as failure:
         return in_words(failure)
+    except OSError:
+        return None
     return _why_not_believed(credentials)
 
 
