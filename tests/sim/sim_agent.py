@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from sim_disk import DiskUser
+from sim_link import Link
 from sim_push import Push
 from sim_worker import FakeWorker
 from sim_world import RUN_ID, Node, Snapshot
 
 from megatron.hotswap.control import messages as m
-from megatron.hotswap.control.lease import COORDINATOR_LEASES
 from megatron.hotswap.errors import HotSwapError
 from megatron.hotswap.replication.transfer import ReplicaStore
 from megatron.hotswap.snapshot.layout import Header
@@ -40,14 +40,15 @@ class FakeAgent:
         self._replicated: dict[int, set[tuple[int, str]]] = {}
         self._pushing: set[int] = set()  # workers whose newest copy is on its way
         self._release_after: frozenset[int] | None = None
-        self._heard = world.clock.now
         self._sequence = 0
+        self.link = Link(self)
         self.disk = DiskUser(self)
 
     def begin(self) -> None:
         """Join; the workers become warm a while later."""
-        config = self.world.control.config
-        self.say(m.Join(m.PROTOCOL, config.run_id, config.token, self.node.name, self.incarnation, len(self.workers), self.incarnation))
+        config = self.world.config
+        workers = len(self.workers)
+        self.link.join(m.Join(m.PROTOCOL, config.run_id, config.token, self.node.name, self.incarnation, workers, self.incarnation))
         for worker in self.workers:
             self.node.after(self.world.clock.about(0.3), self._warm, worker)
         self._beat()
@@ -60,19 +61,15 @@ class FakeAgent:
         """To the coordinator."""
         if not self.ended:
             self.world.said(type(message))
-            self.world.uplinks[self.incarnation].send((self.incarnation, message))
+            self.link.say(message)
 
     def _beat(self) -> None:
         if self.ended:
             return
-        config = self.world.control.config
-        heard = max(self._heard, self.node.thawed_at)  # who stood still itself reads first what waits for it
-        if self.world.clock.now - heard > COORDINATOR_LEASES * config.lease_s:
-            self.end()
-            return
         self._sequence += 1
         self.say(m.Heartbeat(self._sequence))
-        self.node.after(config.heartbeat_interval_s, self._beat)
+        self.link.look()
+        self.link.after(self.link.interval_s, self._beat)
 
     def end(self) -> None:
         """The process ends, its workers with it."""
@@ -84,7 +81,6 @@ class FakeAgent:
 
     def obey(self, message: m.FromCoordinator) -> None:
         """One message of the coordinator."""
-        self._heard = self.world.clock.now
         if self.ended:
             return
         orders: dict[type, Callable[[Any], None]] = {
@@ -194,7 +190,8 @@ class FakeAgent:
                 self.world.checkers.on_missing(plan, source, rank, missing)
                 return
             found = slots.snapshots[slot]
-            source.node.after(clock.about(self.world.h2h_s), lambda: self.node.after(clock.about(0.001), arrive, source, found))
+            takes_s, then_s = clock.about(self.world.h2h_s), clock.about(0.001)
+            source.node.after(takes_s, self.to_peer, source, self.node.after, then_s, arrive, source, found)
 
         def arrive(source: FakeAgent, found: Snapshot) -> None:
             if self._epoch != epoch:
@@ -212,7 +209,7 @@ class FakeAgent:
         def try_next() -> None:
             if sources:
                 source = sources.pop(0)
-                source.node.after(clock.about(0.002), ask, source)
+                self.to_peer(source, source.node.after, clock.about(0.002), ask, source)
 
         try_next()
 
@@ -220,6 +217,10 @@ class FakeAgent:
         """Where a rank's own snapshot is, for who takes its place while this node is still there."""
         found = ((w.own, slot) for w in self.workers if w.rank == rank for slot, s in w.own.items() if s.content.generation == generation)
         return next(((SimpleNamespace(snapshots=own), slot) for own, slot in found), None)
+
+    def to_peer(self, peer: FakeAgent, call: Callable[..., None], *args: Any) -> None:
+        """What a message between the two causes: once they reach each other."""
+        self.world.network.across(self.node.name, peer.node.name, call, *args)
 
     def copies_changed(self) -> None:
         """A copy is complete: send it to its holder."""

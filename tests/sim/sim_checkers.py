@@ -30,6 +30,8 @@ class Checkers:
         self.history: list[int] = []  # generations committed, by truth, that lie on the way to the present state
         self.program_errors: dict[tuple[int, str], tuple[int, int]] = {}  # (step, text) -> (rank, version)
         self.stepped: dict[tuple[int, int], str] = {}  # (version, rank) -> incarnation that completed steps as it
+        self.reports: dict[int, dict[int, m.HaltReport]] = {}  # version -> what its plan was made from
+        self.newest_step_of = 0  # the newest membership whose ranks have completed a step together
 
     # ---- guarantee 1: one membership at a time
 
@@ -50,8 +52,6 @@ class Checkers:
         """The coordinator has heard of an exception that no communication raised: the same one twice is the program's, once is not."""
         control = self.world.control
         which = event.step, event.text
-        if event.version < max(self.memberships):
-            return  # of a membership that is over: it may or may not have been heard
         if self.program_errors.get(which) == (event.rank, event.version):
             return  # it has only arrived again
         if which in self.program_errors:
@@ -61,26 +61,35 @@ class Checkers:
             require("failed in step" not in control.exit_reason, "ladder", f"one error ended the job: {control.exit_reason}")
         self.program_errors[which] = event.rank, event.version
 
-    def on_assign(self, node: str) -> None:
+    def on_assign(self, control: Any, node: str) -> None:
         """A spare has been given ranks."""
-        control = self.world.control
         refusal = control.quarantine.refusal(node, self.world.clock.now)
         require(not refusal, "quarantine", f"{node} was given ranks: {refusal}")
         sick = [a.incarnation for a in control.agents.values() if a.node == node and not a.spare and (a.unhealthy or a.leaving)]
         require(not sick, "health", f"{sick} was given ranks although it is unhealthy")
 
-    def on_membership(self, membership: m.Membership, generation: int, reports: dict[int, m.HaltReport], redo: bool) -> None:
+    def on_plan(self, control: Any) -> None:
+        """A coordinator has made a plan, which is told once it is recorded."""
+        self.reports[control.version] = dict(control.halt_reports)
+
+    def on_taken_up(self) -> None:
+        """Another coordinator goes on. Which errors the program has had, nobody has told it."""
+        self.program_errors.clear()
+
+    def on_membership(self, membership: m.Membership, generation: int, redo: bool) -> None:
         """The coordinator publishes a membership."""
         version = membership.version
         newest = max(self.memberships, default=0)
-        if version == newest:
-            return  # the same one, to another agent
+        if version in self.memberships:  # the same one, to another agent
+            same = membership == self.memberships[version] and generation == self.base[version]
+            require(same, "guarantee 1", f"there are two memberships of version {version}: {membership}, {self.memberships[version]}")
+            return
         require(version > newest, "guarantee 1", f"membership {version} was published after {newest}")
         for rank in range(len(membership.members)):
             nodes = [membership.members[rank].node, *(h.node for h in membership.holders_of(rank))]
             require(len(set(nodes)) == len(nodes), "guarantee 5", f"rank {rank} and its holders are on {nodes}")
         self._check_bound(version, generation)
-        for rank, report in reports.items():
+        for rank, report in self.reports.get(version, {}).items():
             if report.between_steps and report.done is not None and report.done <= generation:
                 require(
                     report.done < generation or not redo, "section rule", f"rank {rank} leaves out its work after step {report.done} unsaid"
@@ -123,6 +132,11 @@ class Checkers:
 
     def on_collective(self, key: tuple[Any, ...], states: dict[int, int]) -> None:
         """All ranks of a group met."""
+        if key[1] == "param-gather":  # what ends a step
+            require(
+                key[0] >= self.newest_step_of, "guarantee 1", f"membership {key[0]} completes a step after {self.newest_step_of} has"
+            )
+            self.newest_step_of = key[0]
         require(len(set(states.values())) == 1, "guarantee 2", f"collective {key} joins ranks of different generations: {states}")
 
     def on_change(self, worker: Any) -> None:

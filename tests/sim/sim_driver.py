@@ -16,19 +16,21 @@ from unittest import mock
 
 from sim_agent import FakeAgent
 from sim_checkers import Checkers
+from sim_coordinator import Coordinators, Life, Records
 from sim_disk import Disk
+from sim_network import Network
+from sim_record_checks import RecordChecks
 from sim_worker import FakeWorker
-from sim_world import RUN_ID, Clock, FakeSlots, Node, Rendezvous, Stream
+from sim_world import RUN_ID, Clock, FakeSlots, Node, Rendezvous
 from violation import Violation
 
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.config import Durable
-from megatron.hotswap.control.state import Control, ControlConfig, Log, Phase, Send
+from megatron.hotswap.control.state import Control, ControlConfig, Log, Phase
 from megatron.hotswap.replication import transfer
 from megatron.hotswap.topology.grid import Grid
 
 TIME_MAX_S = 600.0
-TICK_S = 0.1
 FAULTS = (
     *("kill", "kill", "power", "freeze", "freeze-short", "cut", "link", "rot", "rot"),
     *("worker", "worker", "workers", "hang", "error", "bug"),
@@ -90,32 +92,32 @@ class World:
         self.disk, self.disk_rng = Disk(), random.Random(f"disk {seed}")
         durable = self._durable(world)
         spares = rng.randint(0, 2)
-        self.control = Control(
-            ControlConfig(
-                RUN_ID,
-                "token",
-                Grid(world, tensor, pipeline),
-                nodes,
-                spares,
-                lease_s=1.6,
-                heartbeat_interval_s=0.5,
-                halt_timeout_s=3.0,
-                resume_timeout_s=6.0,
-                wait_for_spare_s=5.0,
-                settle_s=2.0,
-                respawn_timeout_s=4.0,
-                respawn_window_s=rng.choice([0.0, 1.0, 100.0]),
-                quarantine_failures=random.Random(f"quarantine {seed}").choice([1, 2, 3, 100]),
-                replicas=self.replicas,
-                interval=self.interval,
-                durable=durable,
-            )
+        self.config = ControlConfig(
+            RUN_ID,
+            "token",
+            Grid(world, tensor, pipeline),
+            nodes,
+            spares,
+            lease_s=1.6,
+            heartbeat_interval_s=0.5,
+            halt_timeout_s=3.0,
+            resume_timeout_s=6.0,
+            wait_for_spare_s=5.0,
+            settle_s=2.0,
+            respawn_timeout_s=4.0,
+            respawn_window_s=rng.choice([0.0, 1.0, 100.0]),
+            quarantine_failures=random.Random(f"quarantine {seed}").choice([1, 2, 3, 100]),
+            replicas=self.replicas,
+            interval=self.interval,
+            durable=durable,
         )
         self.checkers = Checkers(self)
-        self.rendezvous = Rendezvous(self.clock, self.checkers.on_collective)
+        self.record_checks = RecordChecks()
+        self.network = Network(self, seed)
+        self.records = Records(self, seed)
+        self.coordinators = Coordinators(self, seed)
+        self.rendezvous = Rendezvous(self.clock, self.checkers.on_collective, self.network)
         self.agents: dict[str, FakeAgent] = {}
-        self.uplinks: dict[str, Stream] = {}
-        self.downlinks: dict[str, Stream] = {}
         self.faults: list[str] = []
         self.fault_kinds = FAULTS
         self.faults_left = rng.choice([1, 1, 2, 2, 3, 4])
@@ -124,8 +126,6 @@ class World:
         self._sickness = random.Random(f"sickness {seed}")  # a stream of its own, as that of pauses
         self._weather = random.Random(f"pauses {seed}")  # a stream of its own: with pauses or without, the rest of a seed is the same
         self.pauses = self._weather.random() < 0.3
-        self._stands_until = self._reads_at = 0.0
-        self._unread: list[tuple[str, Any]] = []
         for index in range(nodes + spares):
             self.start_node(f"node{index}", self.clock.about(0.1))
         for _ in range(rng.randint(0, 1)):
@@ -150,7 +150,7 @@ class World:
     def save(self) -> None:
         """A user asks for a durable generation."""
         if self.control.exit_code is None:
-            self._decided(self.control.handle("", m.SaveWanted(), self.clock.now))
+            self.coordinators.leader.handle("", m.SaveWanted())
 
     def due(self, generation: int) -> bool:
         """Whether a snapshot is to be taken after this step."""
@@ -168,77 +168,59 @@ class World:
         node = Node(name, self.clock)
         agent = FakeAgent(self, node, incarnation, self.control.config.ranks_per_node)
         self.agents[incarnation] = agent
-        self.uplinks[incarnation] = Stream(self.clock, self._from_agent, self.repeat_chance)
-        self.downlinks[incarnation] = Stream(self.clock, lambda message: node.run(agent.obey, message), repeat_chance=0.0)
         agent.begin()
 
     def connection_closed(self, agent: FakeAgent) -> None:
         """A process has ended: its kernel closes its connections, after what it had sent."""
-        self.uplinks[agent.incarnation].send((agent.incarnation, m.AgentLost("its connection closed")))
+        agent.link.close()
 
     # ---- the coordinator
+
+    @property
+    def control(self) -> Control:
+        """The core of the coordinator that leads, or of the last one that did."""
+        return self.coordinators.leader.control
+
+    @property
+    def over(self) -> bool:
+        """Whether it is recorded that the job has ended."""
+        return self.records.decided is not None and self.records.decided.exit_code is not None
 
     def stand_still(self) -> None:
         """The coordinator does not get its turn for a while; then its timer goes off before it reads what has come meanwhile."""
         if self.control.exit_code is None:
             pause = self._weather.choice([0.3, 0.5, self.PAUSE_MAX_S]) * self._weather.random()
-            self._stands_until = self.clock.now + pause
-            self._reads_at = self._stands_until + self._weather.uniform(0.01, self.READING_MAX_S)
-            self.clock.after(self._reads_at - self.clock.now, self._read_on)
+            reading = self._weather.uniform(0.01, self.READING_MAX_S)
+            self.coordinators.leader.stand_still(pause, reading)
+            self.clock.after(pause + reading + self._weather.choice([0.0, 0.5, 2.0]), self.stand_still)
 
-    def _read_on(self) -> None:
-        unread, self._unread = self._unread, []
-        for arrived in unread:
-            self._from_agent(arrived)
-        self.clock.after(self._weather.choice([0.0, 0.5, 2.0]), self.stand_still)
-
-    def _from_agent(self, arrived: tuple[str, Any]) -> None:
-        if self.clock.now < self._reads_at:
-            self._unread.append(arrived)
-            return
-        incarnation, event = arrived
-        before = self.checkers.before_event(incarnation)
-        trains = self.control.version - (self.control.phase is Phase.HALTING)  # an error of any other membership is not counted
-        self._decided(self.control.handle(incarnation, event, self.clock.now))
-        self.checkers.after_event(incarnation, before)
-        leaves = incarnation in self.control.agents and self.control.agents[incarnation].leaving  # what fails on it is put down to it
-        if isinstance(event, m.WorkerError) and not event.collective and before is None and not leaves and event.version == trains:
-            self.checkers.on_program_error(event)
-
-    def tick(self) -> None:
-        """The coordinator's timer."""
-        if self.clock.now < self._stands_until:
-            self.clock.after(self._stands_until - self.clock.now, self.tick)
-            return
-        if self.clock.now < self._reads_at and self.control.lease.doubtful(self.control.agents.values(), self.clock.now):
-            self.clock.after(self._reads_at - self.clock.now, self.tick)  # as the service does: it makes sure first that it hears
-            return
-        self._decided(self.control.tick(self.clock.now))
-        if self.control.exit_code is None:
-            self.clock.after(TICK_S, self.tick)
-
-    def _decided(self, decisions: list[Any]) -> None:
+    def on_decided(self, life: Life, decisions: list[Any]) -> None:
+        """A coordinator has decided this, and nobody knows."""
         for decision in decisions:
             if isinstance(decision, Log):
-                self.damaged += decision.kind == "copy-damaged"
-                if decision.kind == "assign":
-                    self.checkers.on_assign(decision.data["node"])
-                self.replaced += "is replaced:" in decision.reason and decision.kind == "recovery"
                 if decision.kind == "resumed":
                     self.checkers.on_resumed()
-                elif decision.kind == "recovery" and not self.moments:
-                    self._maybe_again()
-                continue
-            assert isinstance(decision, Send)
-            message = decision.message
-            if isinstance(message, m.Start):
-                self.checkers.on_membership(message.membership, message.generation or 0, {}, True)
-                self._plan_faults()
-                if self.faults_left and self._sickness.random() < 0.3:
-                    self.clock.after(self._sickness.uniform(0.05, 0.3 * self.steps), self._sicken)
-            elif isinstance(message, m.Resume):
-                self.checkers.on_membership(message.membership, message.generation, self.control.halt_reports, message.redo_sections)
-            self.downlinks[decision.incarnation].send(message)
+                elif decision.kind == "assign":
+                    self.checkers.on_assign(life.control, decision.data["node"])
+                elif decision.kind == "plan":
+                    self.checkers.on_plan(life.control)
+
+    def on_log(self, said: Log) -> None:
+        """A coordinator writes down what it did."""
+        self.damaged += said.kind == "copy-damaged"
+        self.replaced += "is replaced:" in said.reason and said.kind == "recovery"
+        if said.kind == "recovery" and not self.moments:
+            self._maybe_again()
+
+    def on_told(self, life: Life, message: Any) -> None:
+        """A coordinator tells an agent."""
+        if isinstance(message, m.Start):
+            self.checkers.on_membership(message.membership, message.generation or 0, True)
+            self._plan_faults()
+            if self.faults_left and self._sickness.random() < 0.3:
+                self.clock.after(self._sickness.uniform(0.05, 0.3 * self.steps), self._sicken)
+        elif isinstance(message, m.Resume):
+            self.checkers.on_membership(message.membership, message.generation, message.redo_sections)
 
     # ---- faults
 
@@ -252,6 +234,7 @@ class World:
 
     def _plan_faults(self) -> None:
         rng, ranks = self.rng, len(self.everyone)
+        self.network.plan()
         if rng.random() < 0.5:  # at moments that matter, else at any time
             self.moments = [[m.Acknowledged, rng.randint(ranks, ranks * self.steps)]]
             self.moments += [
@@ -300,9 +283,9 @@ class World:
             self.start_node(agent.node.name, rng.uniform(0.05, 4.0))
 
     def _cut(self, agent: FakeAgent) -> None:
-        streams = self.uplinks[agent.incarnation], self.downlinks[agent.incarnation]
-        for stream in streams:
-            stream.cut = True
+        connection = agent.link.connection
+        for stream in (connection.up, connection.down) if connection is not None else ():
+            stream.sever()
             self.clock.after(self.rng.uniform(0.2, 6.0), stream.heal)
 
     def _rot(self, agent: FakeAgent) -> None:
@@ -377,10 +360,10 @@ class World:
 
     def run(self) -> None:
         """Until the job is over, and then a little."""
-        self.tick()
+        self.coordinators.begin()
         if self.pauses:
             self.stand_still()
-        while self.clock.now < TIME_MAX_S and self.control.exit_code is None:
+        while self.clock.now < TIME_MAX_S and not self.over:
             if not self.clock.step():
                 break
         self.checkers.on_end()

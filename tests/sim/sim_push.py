@@ -29,7 +29,7 @@ class Push:
 
     def begin(self) -> None:
         """The header is on its way."""
-        self.holder.node.after(self.clock.about(0.001), self._reserve)
+        self.agent.to_peer(self.holder, self.holder.node.after, self.clock.about(0.001), self._reserve)
 
     def _reserve(self) -> None:
         if self.holder.ended or self._refused():
@@ -56,7 +56,7 @@ class Push:
         if self.cancelled and self.clock.rng.random() < 0.5:
             return
         whole = self.worker.snapshot_of(self.generation) is self.snapshot
-        self.holder.node.after(self.clock.about(0.001), self._arrived, whole)
+        self.agent.to_peer(self.holder, self.holder.node.after, self.clock.about(0.001), self._arrived, whole)
 
     def _arrived(self, whole: bool) -> None:
         if self.holder.ended or self._refused():
@@ -65,7 +65,7 @@ class Push:
             self._again()
             return
         if self.known:
-            self.agent.node.after(self.clock.about(0.001), self._okay)
+            self.agent.to_peer(self.holder, self.agent.node.after, self.clock.about(0.001), self._okay)
             return
         try:
             assert self.slot is not None
@@ -75,7 +75,7 @@ class Push:
         except (HotSwapError, KeyError):
             self._again()
             return
-        self.agent.node.after(self.clock.about(0.001), self._okay)
+        self.agent.to_peer(self.holder, self.agent.node.after, self.clock.about(0.001), self._okay)
 
     def _okay(self) -> None:
         if not self.cancelled:

@@ -27,6 +27,7 @@ class FakeWorker:
         self.world = agent.world
         self.index = index
         self.rank: int | None = None
+        self.given = False  # whether its process knows its rank
         self.version = 0  # of the membership that the training thread works in
         self.over = 0  # newest membership known to be over
         self.life = 0  # of the process: copies of one that has died end with it
@@ -84,7 +85,7 @@ class FakeWorker:
 
     def start(self, version: int, generation: int | None) -> None:
         """The first membership: the model is built, generation 0 is copied, training begins; or it begins from what is in the slots."""
-        self.version, self.state = version, "training"
+        self.version, self.state, self.given = version, "training", True
         self.generation, self.content = generation or 0, Content(self.rank or 0, generation or 0)
         if generation is None:
             self._go(self.world.clock.about(0.05), self._first)
@@ -223,7 +224,7 @@ class FakeWorker:
         if self.state != "dead":
             self.die()
         self.take_stock()
-        self.state = "starting"
+        self.state, self.given = "starting", False
         if not self.world.respawns_fail:
             self.node.after(self.world.clock.about(0.3), self._up, self.life)
 
@@ -293,7 +294,7 @@ class FakeWorker:
 
     def assign(self, rank: int, version: int) -> None:
         """A spare gets its rank and builds."""
-        self.rank = rank
+        self.rank, self.given = rank, True
         if self.state == "starting":
             self.early = version
             return

@@ -86,28 +86,42 @@ class Stream:
         self._repeat_chance = repeat_chance
         self._free_at = 0.0
         self._held: list[Any] = []
-        self.cut = False
+        self._cuts = 0
+        self._sent = self._arrived = 0
+        self._lost: range | None = None  # messages that never arrive
 
     def send(self, message: Any) -> None:
         """Put one message on the way."""
         clock = self._clock
+        self._sent += 1
         self._free_at = max(self._free_at, clock.now + clock.about(0.002))
-        clock.after(self._free_at - clock.now, self._arrive, message)
+        clock.after(self._free_at - clock.now, self._arrive, message, self._sent)
         if self._repeat_chance and clock.rng.random() < self._repeat_chance:
-            clock.after(self._free_at - clock.now + clock.about(0.3), self._arrive, message)
+            clock.after(self._free_at - clock.now + clock.about(0.3), self._arrive, message, self._sent)
 
-    def _arrive(self, message: Any) -> None:
-        if self.cut:
-            self._held.append(message)
-        else:
+    def _arrive(self, message: Any, number: int) -> None:
+        if self._cuts:
+            self._held.append((message, number))
+            return
+        self._arrived = max(self._arrived, number)
+        if self._lost is None or number not in self._lost:
             self._deliver(message)
+
+    def lose(self, rng: random.Random) -> None:
+        """Its sender is gone: of what is on its way, the end is lost."""
+        self._lost = range(rng.randint(self._arrived, self._sent) + 1, self._sent + 1)
+
+    def sever(self) -> None:
+        """Nothing gets through until it is healed as often."""
+        self._cuts += 1
 
     def heal(self) -> None:
-        """What was held arrives now."""
-        self.cut = False
-        held, self._held = self._held, []
-        for message in held:
-            self._deliver(message)
+        """What was held arrives now, unless it is severed in another way too."""
+        self._cuts -= 1
+        if self._cuts == 0:
+            held, self._held = self._held, []
+            for message, number in held:
+                self._arrive(message, number)
 
 
 @dataclass(frozen=True)
@@ -158,9 +172,11 @@ class FakeSlots:
 class Rendezvous:
     """Collectives: complete when every rank of the group has come, unless the membership was aborted first."""
 
-    def __init__(self, clock: Clock, check: Callable[[tuple[Any, ...], dict[int, int]], None]) -> None:
+    def __init__(self, clock: Clock, check: Callable[[tuple[Any, ...], dict[int, int]], None], network: Any) -> None:
         self._clock = clock
         self._check = check
+        self._network = network
+        self._held: list[tuple[tuple[Any, ...], dict[int, tuple[int, Node, Callable[[], None]]]]] = []
         self._open: dict[tuple[Any, ...], dict[int, tuple[int, Node, Callable[[], None]]]] = {}
         self.aborted = 0  # memberships up to this one have been aborted by somebody
 
@@ -172,9 +188,23 @@ class Rendezvous:
         present[rank] = (state, node, then)
         if len(present) == len(group):
             del self._open[key]
-            self._check(key, {r: s for r, (s, _, _) in present.items()})
-            for _, there, go in present.values():
-                there.after(self._clock.about(0.003), go)
+            self._complete(key, present)
+
+    def _complete(self, key: tuple[Any, ...], present: dict[int, tuple[int, Node, Callable[[], None]]]) -> None:
+        if key[0] <= self.aborted:
+            return
+        if not self._network.whole([node.name for _, node, _ in present.values()]):
+            self._held.append((key, present))
+            return
+        self._check(key, {r: s for r, (s, _, _) in present.items()})
+        for _, there, go in present.values():
+            there.after(self._clock.about(0.003), go)
+
+    def reachable_again(self) -> None:
+        """What could not complete, since its ranks did not reach each other, does now."""
+        held, self._held = self._held, []
+        for key, present in held:
+            self._complete(key, present)
 
     def abort(self, version: int) -> None:
         """Some rank has closed its communicators of this membership: what is not complete never will be."""

@@ -2,23 +2,28 @@
 
 A coordinator that is lost takes along what it has heard and not recorded. What is decided in a recovery is asked again anyway, so the
 little that remains is kept here: who is warm, which processes are gone or through, errors, what is wrong with the node, and of each rank
-the newest generation that is at its holders. Steps are kept until they are committed: their lines are written only then.
+the newest generations that are at its holders. Steps are kept until they are committed: their lines are written only then.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 from ..control import messages as m
 
 #: Steps whose lines wait: more than any job has between two commits.
 _STEPS_MAX = 10_000
+#: Of each rank. One that has heard of a commit is a generation ahead of those who have not: they wait for the one before.
+_GENERATIONS = 2
 
 
 class Retold:
-    """One per agent; `messages` are in the order in which they were said last."""
+    """One per agent."""
 
     def __init__(self) -> None:
         self._said: dict[tuple[type, int | str], m.FromAgent] = {}
         self._steps: dict[int, m.StepDone] = {}
+        self._acknowledged: dict[int, deque[m.Acknowledged]] = {}
 
     def said(self, message: m.FromAgent) -> None:
         """The agent tells it to the coordinator now, if there is one."""
@@ -26,7 +31,9 @@ class Retold:
             self._steps[message.record.step] = message
             while len(self._steps) > _STEPS_MAX:
                 del self._steps[min(self._steps)]
-        elif isinstance(message, m.Acknowledged | m.Skipped | m.WorkerError):
+        elif isinstance(message, m.Acknowledged):
+            self._acknowledged.setdefault(message.rank, deque(maxlen=_GENERATIONS)).append(message)
+        elif isinstance(message, m.Skipped | m.WorkerError):
             self._put(message, message.rank)
         elif isinstance(message, m.WorkerReady | m.WorkerLost | m.Finished):
             self._put(message, message.worker)
@@ -63,4 +70,5 @@ class Retold:
 
     def messages(self) -> list[m.FromAgent]:
         """All of it."""
-        return [*self._steps.values(), *self._said.values()]
+        acknowledged = [said for of_rank in self._acknowledged.values() for said in of_rank]
+        return [*self._steps.values(), *acknowledged, *self._said.values()]

@@ -81,6 +81,17 @@ class Job:
         if phase is Phase.TRAINING:
             self.hang.begin()
 
+    def told_late(self, seconds: float) -> None:
+        """What was decided could be told so much later only, so who is waited for has that much longer."""
+        if self.deadline_s is not None:
+            self.deadline_s += seconds
+        if self.spare_deadline_s is not None:
+            self.spare_deadline_s += seconds
+        if self.saving is not None:
+            self.saving.stock_due_s += seconds
+        for agent in self.agents.values():
+            agent.due_s = {worker: due_s + seconds for worker, due_s in agent.due_s.items()}
+
     def _vacant(self) -> list[int]:
         """Ranks whose member is gone, or leaves."""
         assert self.membership is not None

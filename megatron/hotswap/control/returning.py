@@ -69,7 +69,7 @@ class Returning(Starting, abc.ABC):
             None if gathering else self.membership,
             training,
             self.start,
-            self.fenced,
+            dict(self.fenced),  # it is recorded in another thread, and more may be given up meanwhile
             self.newest_step,
             self.durable_generation,
             self.durable_folder,

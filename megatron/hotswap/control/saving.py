@@ -120,7 +120,7 @@ class Saves(Job):
         saving, durable = self.saving, self.config.durable
         assert saving is not None and durable is not None
         self.attempts += 1
-        self.revision += 1
+        self.revision += 1  # an attempt's number, and so its folder, is used once, whoever decides
         saving.attempt, saving.generation, saving.by = self.attempts, generation, by
         saving.folder = str(Name(generation, self.config.run_id, self.version, self.attempts))
         saving.retry_s = saving.manifest_by = None

@@ -261,7 +261,8 @@ class Coordinator:
                         await ask(wire.Command(), timeout=_HEARING_TIMEOUT_S)
                 if lost := self._store.lost:
                     return self.stand_by(lost)
-                self._apply(self.control.tick(clock.now()))
+                if not self._first.waiting:
+                    self._apply(self.control.tick(clock.now()))
 
     def _apply(self, decisions: list[Decision]) -> None:
         """What is decided is recorded, then carried out."""
