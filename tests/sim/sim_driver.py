@@ -81,6 +81,7 @@ class World:
         self.proven_by_step = rng.random() < 0.5
         self.sections = rng.random() < 0.5
         self.bug: tuple[int | None, int] | None = None  # (rank, step) that raises whenever it is reached
+        self.poison: tuple[int, int] | None = None  # (rank, step) that kills its process whenever it is reached
         self.respawned = 0
         self.respawns_fail = rng.random() < 0.1  # a process that is started again does not come up
         self.holders_look = True  # whether a holder looks for the same snapshot before it overwrites a slot with it
@@ -124,6 +125,7 @@ class World:
         self.moments: list[list[Any]] = []  # [kind of message, how many of it until a fault strikes]
         self._lives = 0
         self._sickness = random.Random(f"sickness {seed}")  # a stream of its own, as that of pauses
+        self.sick_chance, self.sick_nodes = 0.3, 1
         self._weather = random.Random(f"pauses {seed}")  # a stream of its own: with pauses or without, the rest of a seed is the same
         self.pauses = self._weather.random() < 0.3
         for index in range(nodes + spares):
@@ -217,8 +219,7 @@ class World:
         if isinstance(message, m.Start):
             self.checkers.on_membership(message.membership, message.generation or 0, True)
             self._plan_faults()
-            if self.faults_left and self._sickness.random() < 0.3:
-                self.clock.after(self._sickness.uniform(0.05, 0.3 * self.steps), self._sicken)
+            self._plan_sickness()
         elif isinstance(message, m.Resume):
             self.checkers.on_membership(message.membership, message.generation, message.redo_sections)
 
@@ -271,7 +272,7 @@ class World:
             return
         elif kind in ("worker", "workers"):
             for worker in agent.workers if kind == "workers" else [rng.choice(agent.workers)]:
-                agent.node.run(self._kill_worker, agent, worker)
+                agent.node.run(self.kill_worker, agent, worker)
         elif kind == "link":
             self._link_fault(agent)
             return
@@ -296,6 +297,11 @@ class World:
         if copies:
             self.rng.choice(copies).rotten = self.rotted = True
 
+    def _plan_sickness(self) -> None:
+        if self.sick_chance and self._sickness.random() < self.sick_chance:
+            for _ in range(self.sick_nodes):
+                self.clock.after(self._sickness.uniform(0.05, 0.3 * self.steps), self._sicken)
+
     def _sicken(self) -> None:
         """Some node's health command fails; now and then it is well again later."""
         rng, living = self._sickness, [a for a in self.agents.values() if a.node.alive and not a.ended]
@@ -308,7 +314,7 @@ class World:
             agent.node.after(rng.uniform(0.1, 3.0), agent.say, m.HealthyAgain("command"))
 
     @staticmethod
-    def _kill_worker(agent: FakeAgent, worker: FakeWorker) -> None:
+    def kill_worker(agent: FakeAgent, worker: FakeWorker) -> None:
         """A worker process is gone, its agent lives."""
         if worker.state != "dead":
             worker.die()

@@ -36,7 +36,9 @@ class Health(Recovering):
             text = f"node {agent.node}: {what}; it is a spare, and gets no ranks while that is so"
             return [Log("unhealthy", text, data)]
         orders = self._replace_unhealthy(now)
-        if agent.leaving:
+        if self.phase is Phase.RETURNING:  # known at once, so that no spare takes ranks that says so
+            text = "what follows is decided when the job goes on"
+        elif agent.leaving:
             text = "a spare takes its ranks"
         elif self.membership is not None and self._free_spares():
             text = "a spare takes its ranks as soon as all that it has lies elsewhere too"

@@ -88,7 +88,8 @@ class Recovering(Saves):
     def _struck(self, gone: list[str], down: Mapping[int, str], evidence: list[str]) -> str:
         """Whether the job stands at a step that fails again and again, in words. What fails before the step is tried again, while all are
         halted or restored, says nothing about it; nor does a fault on purpose."""
-        tried = set(down) if self.recovery is None else set(down) & self.recovery.restored.keys()
+        failed = {*down, *self._vacant()}
+        tried = self.recovery is not None and failed & self.recovery.restored.keys()
         counts = self.phase is Phase.TRAINING or (self.phase is Phase.RESUMING and tried)
         on_purpose = any(self.quarantine.on_purpose(node, len(self.recoveries)) for node in (*gone, *down.values()))
         if not counts or on_purpose or self._at_the_last_rung:

@@ -241,10 +241,7 @@ _Handler = Callable[[Control, str, Any, float], list[Decision]]
 _LIVE = (Phase.RETURNING, Phase.GATHERING, Phase.LOADING, Phase.TRAINING, Phase.HALTING, Phase.RESUMING)
 _STARTED = _LIVE[3:]
 #: What agents say to a coordinator that has not yet heard them all.
-_HELD = (
-    *(m.WorkerReady, m.WorkerLost, m.Finished, m.Acknowledged, m.Skipped, m.CopyDamaged, m.FirstStep, m.WorkerError),
-    *(m.Unhealthy, m.HealthyAgain),
-)
+_HELD = (m.WorkerReady, m.WorkerLost, m.Finished, m.Acknowledged, m.Skipped, m.CopyDamaged, m.FirstStep, m.WorkerError)
 #: (phase, event) -> what is done. docs/architecture.md shows it as a diagram.
 _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.Join): Control._join for p in _LIVE},
