@@ -115,7 +115,7 @@ class Life:
             return
         if not self._order.waiting:
             self._take(self.control.tick(self.clock.now))
-        if self.control.exit_code is None:
+        if not world.over:
             world.clock.after(TICK_S / self.clock.rate, self.tick)
 
     def _take(self, decisions: list[Any]) -> None:
@@ -207,6 +207,7 @@ class Records:
         self.etcd = self._rng.random() < 0.5
         self.slow = self._rng.choice([0.0, 0.0, 0.05, 0.3])  # chance of a record that takes seconds, or is refused for now
         self.decided: Decided | None = None
+        self._writes = 0
         self.leader: Life | None = None
 
     def save(self, life: Life, record: Record) -> None:
@@ -214,11 +215,27 @@ class Records:
         rng, clock = self._rng, self.world.clock
         delay = rng.uniform(0.001, 0.02)
         if rng.random() < self.slow:
-            if rng.random() < 0.3:
+            if rng.random() < 0.5:
+                # It did not answer in time, so it is asked again. What it was sent is lost, or still on its way.
                 clock.after(RETRY_S + delay, self._again, life)
+                if self.etcd and rng.random() < 0.5:
+                    clock.after(rng.uniform(0.0, 3.0), self._late, life, record, self._writes)
                 return
             delay = rng.uniform(0.1, 6.0)
         clock.after(delay, self.world.network.across, life.host, STORE, self._arrived, life, record)
+
+    def _late(self, life: Life, record: Record, writes: int) -> None:
+        if self.leader is life and not self.is_late(life, writes):
+            self._write(record)
+
+    def is_late(self, life: Life, writes: int) -> bool:
+        """Whether something was recorded since this was sent: it was sent for the record as it stood then."""
+        return self._writes != writes
+
+    def _write(self, record: Record) -> None:
+        self.decided = record.decided
+        self._writes += 1
+        self.world.record_checks.on_recorded(record.decided)
 
     def _again(self, life: Life) -> None:
         record = life.due()
@@ -231,8 +248,7 @@ class Records:
         if self.leader is not life:
             life.step_down()
             return
-        self.decided = record.decided
-        self.world.record_checks.on_recorded(record.decided)
+        self._write(record)
         self.world.coordinators.point("recorded", life)
         clock = self.world.clock
         clock.after(self._rng.uniform(0.001, 0.01), self.world.network.across, life.host, STORE, life.recorded, record)
@@ -311,7 +327,7 @@ class Coordinators:
         if not world.records.etcd or life is not self.leader or not life.alive:
             return
         since_s = self.rng.uniform(0.0, RENEW_S)
-        life.leads_until_s = life.clock.now + (LEADER_LEASE_S - since_s) * 1.0
+        life.leads_until_s = life.clock.now + LEADER_LEASE_S - since_s
         world.clock.after(LEADER_LEASE_S - since_s, self._lease_over, life, for_good)
 
     def _lease_over(self, life: Life, for_good: bool) -> None:

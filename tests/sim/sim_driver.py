@@ -53,6 +53,8 @@ class Outcome:
     refused: bool = False  # whether no durable generation could be begun from
     replaced: int = 0  # planned swaps
     respawned: int = 0  # ranks that another process has read back from the slots
+    taken_up: int = 0  # coordinators that went on with what another one had begun
+    split: bool = False  # whether some hosts did not reach the others for a while
     faults: list[str] = field(default_factory=list)
 
 
@@ -404,6 +406,8 @@ def simulate(seed: int, change: Any = None) -> Outcome:
         "no durable generation can be gone on from" in control.exit_reason,
         world.replaced,
         world.respawned,
+        world.coordinators.taken_up,
+        any("are cut off" in fault for fault in world.faults),
         world.faults,
     )
 

@@ -51,7 +51,7 @@ class Link:
         """The first connection."""
         self._join = join
         self._life = self.world.coordinators.announced
-        self._connect([join])
+        self._connect([join], first=True)
 
     def say(self, message: m.FromAgent) -> None:
         """Tell the coordinator; the one that comes next, if there is none and it still matters then."""
@@ -67,14 +67,14 @@ class Link:
 
     # ---- connections
 
-    def _connect(self, begin: list[m.FromAgent]) -> None:
+    def _connect(self, begin: list[m.FromAgent], first: bool = False) -> None:
         if self._life is None or not self._life.listening:
             self.after(0.01, self._broken)
             return
         self.connection = connection = Connection(self.world, self, self._life)
         for message in begin:
             connection.up.send(message)
-        self.after(ANSWER_S if self._heard_any else FIRST_ANSWER_S, self._no_answer, connection)
+        self.after(FIRST_ANSWER_S if first else ANSWER_S, self._no_answer, connection)
 
     def _no_answer(self, connection: Connection) -> None:
         if self.connection is connection and not connection.answered:
@@ -89,10 +89,7 @@ class Link:
         self.connection = None
         if self.agent.ended:
             return
-        if not self._heard_any:  # whoever starts the node sees that it did not reach the coordinator, and starts it once more
-            self.agent.end()
-            self.world.start_node(self.agent.node.name, self.world.clock.about(1.0))
-        elif self.clock.now - self.heard_s > TIMEOUT_S:
+        if self.clock.now - self.heard_s > TIMEOUT_S:
             self.agent.end()
         else:
             self.after(SEEK_S, self._seek)
@@ -101,7 +98,8 @@ class Link:
         if self.agent.ended or self.connection is not None:
             return
         self._life = self.world.coordinators.find(self.agent.node.name) or self._life
-        self._connect([self._rejoin(), *self.retold.messages()])
+        assert self._join is not None
+        self._connect([self._rejoin() if self._heard_any else self._join, *self.retold.messages()])
 
     def _rejoin(self) -> m.Rejoin:
         assert self._join is not None

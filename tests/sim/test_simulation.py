@@ -49,11 +49,15 @@ def test_no_schedule_breaks_a_guarantee():
         endings["durable"] += outcome.last_rung
         endings["not written"] += "was not written to" in outcome.reason
         endings["refused"] += outcome.refused
+        endings["taken up"] += outcome.taken_up > 0
+        endings["taken up again"] += outcome.taken_up > 1
+        endings["split"] += outcome.split
     print(dict(endings))
     # The schedules reach what they are meant to reach: each ending, and failures during a recovery.
     reached = (0, 1, 75, "second failure", "recovered", "skipped", "damaged", "respawned", "respawn, then swap", "program", "replaced")
+    reached += ("taken up", "split")
     assert all(endings[kind] > SCHEDULES // 60 for kind in reached), endings
-    assert all(endings[kind] > SCHEDULES // 400 for kind in ("durable", "not written", "refused")), endings
+    assert all(endings[kind] > SCHEDULES // 400 for kind in ("durable", "not written", "refused", "taken up again")), endings
 
 
 def test_a_coordinator_that_stands_still_gives_nobody_up():
