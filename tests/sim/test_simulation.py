@@ -75,6 +75,8 @@ def test_a_coordinator_that_stands_still_gives_nobody_up():
 def nothing_breaks(world):
     """What a test adds to a schedule is all that happens in it."""
     world.faults_left, world.sick_chance, world.respawns_fail = 0, 0.0, False
+    world.coordinators.losses_left = world.network.splits_left = 0
+    world.records.slow = 0.0
     for folder in world.disk.folders.values():
         folder.damaged.clear()
 
