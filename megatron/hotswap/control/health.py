@@ -110,7 +110,7 @@ class Health(Recovering):
             return [Log("release-refused", text, {"node": event.node})]
         held = self.quarantine.all(now)
         if event.node not in held:
-            text = f"node {event.node} is not in quarantine; in quarantine: {', '.join(sorted(held)) or 'none'}"
+            text = f"node {event.node!r} is not in quarantine; in quarantine: {', '.join(sorted(held)) or 'none'}"
             return [Log("release-refused", text, {"node": event.node})]
         self.quarantine.release(event.node)
         self.revision += 1
