@@ -196,9 +196,9 @@ class World:
         """A coordinator has decided this, and nobody knows."""
         for decision in decisions:
             if isinstance(decision, Log):
-                if decision.kind == "resumed":
+                if decision.kind == "resumed" and life is self.coordinators.leader:  # another one's is never recorded
                     self.checkers.on_resumed()
-                elif decision.kind == "plan":
+                elif decision.kind == "plan" and life is self.coordinators.leader:
                     self.checkers.on_plan(life.control)
 
     def on_log(self, said: Log) -> None:

@@ -272,6 +272,7 @@ ORIGINAL_GIVE_UP = Control._give_up_silent_ranks
 def slow_copies_many_repeats(world):
     """Weather in which a stale acknowledgement matters: replicas take long, messages arrive again, one node dies."""
     world.proven_by_step, world.h2h_s, world.repeat_chance, world.faults_left = False, 0.2, 0.5, 1
+    world.coordinators.losses_left = world.network.splits_left = 0
 
 
 def nodes_that_come_back(world):
@@ -297,6 +298,7 @@ def rotting_copies(world):
 def failing_disks(world):
     """Weather in which generations are asked for, half of all writes fail, and messages arrive again."""
     world.disk.fails, world.repeat_chance = 0.5, 0.5
+    world.coordinators.losses_left = world.network.splits_left = 0
     for _ in range(3):
         world.clock.after(world.disk_rng.uniform(0.0, 2.0), world.save)
 

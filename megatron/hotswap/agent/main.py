@@ -279,7 +279,8 @@ class Agent:
         self._version = self._replicas.version = message.membership.version
         self._link.retold.resumed(message.generation)
         for worker in self._workers:
-            if worker.rank is not None:
+            # A process without a state yet serves the store of its beginning still: where all are such, the next plan needs it.
+            if worker.rank is not None and worker.rank not in message.replaced:
                 self._link.retold.given(worker.index)
         self._durable.cancel()
         self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))
