@@ -160,7 +160,7 @@ class FakeAgent:
     def _void(self, message: m.Void) -> None:
         for worker in self.workers:
             if worker.rank is not None:
-                worker.void = message.generation
+                worker.void = max(worker.void, message.generation)
                 if worker.replicated == message.generation:
                     worker.push_epoch += 1
                     self._pushing.discard(worker.index)
@@ -169,7 +169,7 @@ class FakeAgent:
     def _commit(self, message: m.Commit) -> None:
         for worker in self.workers:
             if worker.rank is not None:
-                worker.committed = message.generation
+                worker.committed = max(worker.committed, message.generation)
                 worker.words_changed()
         if self._release_after is not None and not self.replicas.frozen:
             self.replicas.drop(self._release_after)

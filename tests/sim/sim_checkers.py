@@ -82,7 +82,9 @@ class Checkers:
         newest = max(self.memberships, default=0)
         if version in self.memberships:  # the same one, to another agent
             same = membership == self.memberships[version] and generation == self.base[version]
-            require(same, "guarantee 1", f"there are two memberships of version {version}: {membership}, {self.memberships[version]}")
+            require(
+                same, "guarantee 1", lambda: f"there are two memberships of version {version}: {membership}, {self.memberships[version]}"
+            )
             return
         require(version > newest, "guarantee 1", f"membership {version} was published after {newest}")
         for rank in range(len(membership.members)):
@@ -133,11 +135,9 @@ class Checkers:
     def on_collective(self, key: tuple[Any, ...], states: dict[int, int]) -> None:
         """All ranks of a group met."""
         if key[1] == "param-gather":  # what ends a step
-            require(
-                key[0] >= self.newest_step_of, "guarantee 1", f"membership {key[0]} completes a step after {self.newest_step_of} has"
-            )
+            require(key[0] >= self.newest_step_of, "guarantee 1", f"membership {key[0]} completes a step after {self.newest_step_of} has")
             self.newest_step_of = key[0]
-        require(len(set(states.values())) == 1, "guarantee 2", f"collective {key} joins ranks of different generations: {states}")
+        require(len(set(states.values())) == 1, "guarantee 2", lambda: f"collective {key} joins ranks of different generations: {states}")
 
     def on_change(self, worker: Any) -> None:
         """Main parameters are about to change."""
@@ -147,7 +147,7 @@ class Checkers:
         """A rank reads its slot back."""
         want = Content(worker.rank, plan.generation)
         have = None if snapshot is None else snapshot.content
-        require(have == want, "guarantee 2", f"rank {worker.rank} is to restore {want}, its slot has {have}")
+        require(have == want, "guarantee 2", lambda: f"rank {worker.rank} is to restore {want}, its slot has {have}")
         require(snapshot is not None and not snapshot.torn, "guarantee 2", f"rank {worker.rank} restores a torn copy of {want}")
 
     def on_restored(self, worker: Any) -> None:
@@ -172,7 +172,7 @@ class Checkers:
             require(
                 generation in holder.replicas.generations().get(rank, ()),
                 "guarantee 4",
-                f"rank {rank} counts generation {generation} as held by {holder.incarnation}, which does not have it",
+                lambda holder=holder: f"rank {rank} counts generation {generation} as held by {holder.incarnation}, which does not have it",
             )
         version = agent.version
         ranks = self.pairs.setdefault((version, generation), set())

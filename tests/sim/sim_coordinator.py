@@ -208,6 +208,7 @@ class Records:
         self.slow = self._rng.choice([0.0, 0.0, 0.05, 0.3])  # chance of a record that takes seconds, or is refused for now
         self.decided: Decided | None = None
         self._writes = 0
+        self.over = False  # whether it is recorded that the job has ended
         self.leader: Life | None = None
 
     def save(self, life: Life, record: Record) -> None:
@@ -235,6 +236,7 @@ class Records:
     def _write(self, record: Record) -> None:
         self.decided = record.decided
         self._writes += 1
+        self.over = record.decided.exit_code is not None
         self.world.record_checks.on_recorded(record.decided)
 
     def _again(self, life: Life) -> None:

@@ -188,7 +188,7 @@ class World:
     @property
     def over(self) -> bool:
         """Whether it is recorded that the job has ended."""
-        return self.records.decided is not None and self.records.decided.exit_code is not None
+        return self.records.over
 
     def stand_still(self) -> None:
         """The coordinator does not get its turn for a while; then its timer goes off before it reads what has come meanwhile."""
@@ -202,11 +202,11 @@ class World:
         """A coordinator has decided this, and nobody knows."""
         for decision in decisions:
             if isinstance(decision, Log):
-                if decision.kind == "resumed":
+                if decision.kind == "resumed" and life is self.coordinators.leader:  # another one's is never recorded
                     self.checkers.on_resumed()
                 elif decision.kind == "assign":
                     self.checkers.on_assign(life.control, decision.data["node"])
-                elif decision.kind == "plan":
+                elif decision.kind == "plan" and life is self.coordinators.leader:
                     self.checkers.on_plan(life.control)
 
     def on_log(self, said: Log) -> None:
@@ -371,9 +371,7 @@ class World:
         self.coordinators.begin()
         if self.pauses:
             self.stand_still()
-        while self.clock.now < TIME_MAX_S and not self.over:
-            if not self.clock.step():
-                break
+        self.clock.run(TIME_MAX_S, lambda: self.records.over)
         self.checkers.on_end()
 
 

@@ -72,7 +72,7 @@ class Network:
         world, rng = self._world, self._rng
         if self._far is not None or world.control.exit_code is not None:
             return
-        hosts = sorted({a.node.name for a in world.agents.values()}) + [world.coordinators.leader.host, STORE]
+        hosts = [*sorted({a.node.name for a in world.agents.values()}), world.coordinators.leader.host, STORE]
         far = {host for host in hosts if rng.random() < 0.5}
         if rng.random() < 0.5:  # a single one is what happens most
             far = {rng.choice(hosts)}

@@ -25,7 +25,9 @@ class RecordChecks:
         if before is not None:
             forgotten = before.fenced.keys() - decided.fenced.keys()
             require(not forgotten, "guarantee 10", f"the record forgets that {forgotten} were given up")
-            require(before.exit_code is None or decided == before, "guarantee 10", f"the job has ended: {before}, and then: {decided}")
+            require(
+                before.exit_code is None or decided == before, "guarantee 10", lambda: f"the job has ended: {before}, and then: {decided}"
+            )
         self.newest, self.version = decided, decided.version
         if decided.membership is not None:
             self.memberships.setdefault(decided.version, []).append(decided.membership)
@@ -54,4 +56,4 @@ class RecordChecks:
 
     @staticmethod
     def _recorded(agent: Any, message: Any, holds: bool) -> None:
-        require(holds, "guarantee 10", f"{agent.incarnation} is told what is not recorded: {message}")
+        require(holds, "guarantee 10", lambda: f"{agent.incarnation} is told what is not recorded: {message}")

@@ -34,15 +34,15 @@ class Clock:
 
     def about(self, mean: float) -> float:
         """A delay around `mean`; one in twenty is ten times as long."""
-        return self.rng.uniform(0.2, 1.8) * mean * (10.0 if self.rng.random() < 0.05 else 1.0)
+        draw = self.rng.random
+        return (0.2 + 1.6 * draw()) * mean * (10.0 if draw() < 0.05 else 1.0)
 
-    def step(self) -> bool:
-        """Make the next call; False if there is none."""
-        if not self._heap:
-            return False
-        self.now, _, call, args = heapq.heappop(self._heap)
-        call(*args)
-        return True
+    def run(self, until_s: float, over: Callable[[], bool]) -> None:
+        """Make one call after the other, until it is over, or so late, or nothing is left to do."""
+        heap, pop = self._heap, heapq.heappop
+        while heap and self.now < until_s and not over():
+            self.now, _, call, args = pop(heap)
+            call(*args)
 
 
 class Node:

@@ -129,11 +129,6 @@ def stopped_ranks_are_taken_for_running():
     return patch_rejoin(rejoin)
 
 
-def a_start_half_told_is_forgotten():
-    """Who has not heard the start waits for it for ever."""
-    return mock.patch.object(Returning, "_unheard_start", lambda self: [])
-
-
 def patch_rejoin(handler):
     from megatron.hotswap.control import state
 
@@ -166,8 +161,7 @@ PLANTED = [
     (deadlines_run_while_nobody_is_told, "guarantee 10", a_store_that_hangs),
     (answers_wait_for_records, "guarantee 10", a_store_that_hangs),
     (attempts_are_not_recorded, "guarantee 10", None),
-    (stopped_ranks_are_taken_for_running, "ending", None),
-    (a_start_half_told_is_forgotten, "ending", None),
+    (stopped_ranks_are_taken_for_running, "ending", only_coordinators_are_lost),
 ]
 
 

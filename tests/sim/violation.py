@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class Violation(AssertionError):
     """A guarantee does not hold."""
 
 
-def require(holds: bool, guarantee: str, what: str) -> None:
-    """Raise a violation unless it holds."""
+def require(holds: bool, guarantee: str, what: str | Callable[[], str]) -> None:
+    """Raise a violation unless it holds. Where words would cost more than the check, `what` is called for them."""
     if not holds:
-        raise Violation(f"{guarantee}: {what}")
+        raise Violation(f"{guarantee}: {what if isinstance(what, str) else what()}")

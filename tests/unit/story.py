@@ -27,6 +27,7 @@ class Story:
         self.now = 0.0
         self.lives: dict[str, str] = {}  # node -> its present incarnation
         self.progress: dict[int, m.Progress] = {}
+        self._recorded, self._recorded_at = b"", -1  # as the coordinator does, when its revision has changed
         self.count = 0  # of phases that were entered
 
     def play(self, text: str) -> str:
@@ -44,7 +45,11 @@ class Story:
         verb, *words = shlex.split(line)
         options = dict(w.split("=", 1) for w in words if "=" in w)
         plain = [w for w in words if "=" not in w]
-        return getattr(self, "do_" + verb.replace("-", "_"))(*plain, **{k.replace("-", "_"): v for k, v in options.items()}) or []
+        decisions = getattr(self, "do_" + verb.replace("-", "_"))(*plain, **{k.replace("-", "_"): v for k, v in options.items()}) or []
+        if self.control.revision != self._recorded_at:
+            self._recorded_at = self.control.revision
+            self._recorded = decided.encode(self.control.decided)
+        return decisions
 
     def _handle(self, incarnation: str, event: Any) -> list[Any]:
         return self.control.handle(incarnation, event, self.now)
@@ -258,7 +263,7 @@ class Story:
     def do_coordinator_lost(self, seconds: str = "1.0") -> None:
         """Another one takes up what was recorded, so much later."""
         self.now += float(seconds)
-        self.control = Control(self.control.config, decided.decode(decided.encode(self.control.decided)), self.now)
+        self.control = Control(self.control.config, decided.decode(self._recorded), self.now)
 
     def do_back(self, *nodes: str, version: str = "", halted: str = "no", unknown: str = "") -> list[Any]:
         """The nodes' agents have found it. `unknown`: workers whose process does not know its rank."""

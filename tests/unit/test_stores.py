@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.config import ControlConfig
 from megatron.hotswap.control.decided import Decided, encode
-from megatron.hotswap.control.state import Control, Log
+from megatron.hotswap.control.state import Control, Log, Send
 from megatron.hotswap.coordinator import etcd, store
 from megatron.hotswap.coordinator.etcd import EtcdStore
-from megatron.hotswap.coordinator.records_first import RecordsFirst
+from megatron.hotswap.coordinator.records_first import InOrder, RecordsFirst
 from megatron.hotswap.coordinator.store import Journal, newest
 from megatron.hotswap.coordinator.stores import finder, open_store
 from megatron.hotswap.errors import Deposed, UsageError
@@ -178,6 +178,37 @@ def test_a_leader_that_is_cut_off_records_nothing_and_another_one_leads(server):
     two.close()
 
 
+def test_a_record_that_lands_late_does_not_overwrite_a_newer_one(server):
+    """etcd did not answer in time, so the coordinator has recorded again, something newer; the first request arrives after that, or had
+    arrived and only its answer was lost."""
+    one = EtcdStore(server.name, "late")
+    assert one.lead() is None
+    client, sent = one._clients[0], []
+    transaction = client.transaction
+
+    def times_out(asked):
+        sent.append(asked)
+        raise OSError("timed out")
+
+    def is_not_heard(asked):
+        transaction(asked)
+        times_out(asked)
+
+    for broken in (times_out, is_not_heard):
+        client.transaction = broken
+        with pytest.raises(OSError, match="timed out"):
+            one.save(FIRST)
+        client.transaction = transaction
+        one.save(SECOND)
+        assert not transaction(sent.pop()).get("succeeded")
+    one.save(msgspec.structs.replace(SECOND, version=3))
+    one.close()
+    two = EtcdStore(server.name, "late")
+    found = two.lead()
+    assert found is not None and found.version == 3
+    two.close()
+
+
 def test_who_stood_by_hears_that_the_job_is_over(server):
     one, two = EtcdStore(server.name, "over"), EtcdStore(server.name, "over")
     one.lead()
@@ -288,6 +319,22 @@ def test_nothing_is_told_before_it_is_recorded_and_nothing_overtakes():
         slow.may.set()
         await first.settle()
         assert told == ["a", "b", "c"] and len(slow.saved) == 1
+
+    recording(story)
+
+
+def test_an_answer_that_says_nothing_decided_does_not_wait():
+    """Else every agent takes a coordinator whose disk hangs for lost."""
+
+    async def story(control, slow, told, deposed, take, first):
+        carried = []
+        order = InOrder(control, carried.append)
+        control.revision += 1
+        alive, halt = Send("a", m.Alive()), Send("a", m.Halt(1, "over"))
+        assert order.take([alive, halt]) and carried == [[alive]] and order.waiting
+        control.deadline_s = 10.0
+        order.recorded(order.due(), took_s=5.0)
+        assert carried == [[alive], [halt]] and not order.waiting and control.deadline_s == 15.0  # for who was told so late
 
     recording(story)
 

@@ -285,7 +285,8 @@ class Agent:
         self._version = self._replicas.version = message.membership.version
         self._link.retold.resumed(message.generation)
         for worker in self._workers:
-            if worker.rank is not None:
+            # A process without a state yet serves the store of its beginning still: where all are such, the next plan needs it.
+            if worker.rank is not None and worker.rank not in message.replaced:
                 self._link.retold.given(worker.index)
         self._durable.cancel()
         self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))
@@ -352,7 +353,8 @@ class Agent:
         self._link.retold.committed(message.generation)
         for worker in self._workers:
             if worker.rank is not None:
-                worker.control.set(Word.COMMITTED, message.generation + 1)
+                # A coordinator that has just come says again what the one before it had said, and perhaps something older first.
+                worker.control.set(Word.COMMITTED, max(worker.control.get(Word.COMMITTED), message.generation + 1))
         if self._release_after is not None and not self._replicas.frozen:
             self._replicas.drop(self._release_after)
             self._release_after = None
@@ -365,7 +367,7 @@ class Agent:
         await self._replicator.void(generation)
         for worker in self._workers:
             if worker.rank is not None and not self._replicas.frozen:
-                worker.control.set(Word.VOID, generation + 1)
+                worker.control.set(Word.VOID, max(worker.control.get(Word.VOID), generation + 1))
 
     def _send_whole(self, message: m.SendWhole) -> None:
         self._replicator.whole = True

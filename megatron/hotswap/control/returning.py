@@ -44,7 +44,8 @@ class Returning(Starting, abc.ABC):
     def _take_up(self, decided: Decided, now: float) -> None:
         self.version, self.membership, self.fenced = decided.version, decided.membership, dict(decided.fenced)
         self.start, self._resumes = decided.start, decided.training
-        self.newest_step, self.stepped = decided.newest_step, decided.newest_step > 0
+        # Steps are not recorded. Where there is a membership there may have been some, and then one error is not the program's yet.
+        self.newest_step, self.stepped = decided.newest_step, decided.membership is not None
         self.durable_generation, self.durable_folder = decided.durable_generation, decided.durable_folder
         self.tried, self.attempts = decided.tried, decided.attempts
         self.quarantine.take_up(decided.quarantine)
@@ -98,8 +99,9 @@ class Returning(Starting, abc.ABC):
             agent.ranks[worker] = rank
             if event.ranks.get(worker) == rank:
                 agent.ready.add(worker)
-        if self.phase is Phase.GATHERING and self.config.durable is not None and self.version > 0:
-            # It may be filling its slots for a membership that was never decided.
+        if not mine and self.config.durable is not None and self.version > 0:
+            # It may have filled its slots, or be filling them, for a membership that was never decided, or without it: as a spare it
+            # would take what it has there for its rank's.
             folder = self.config.durable.begin[self.tried :][:1]
             out += [Send(incarnation, m.Load(self.version, self.config.durable.root, x.folder, {})) for x in folder]
         if self.phase is not Phase.RETURNING or not needed:

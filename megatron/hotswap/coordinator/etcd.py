@@ -77,6 +77,7 @@ class EtcdStore(Store):
         self._order = threading.Lock()  # of the clients
         self._me = uuid.uuid4().hex
         self._lease: int | None = None
+        self._recorded = 0  # etcd's revision of the key `decided`, as far as this leader knows; 0: there is none
         self._until_s = 0.0  # this leader leads until then, by this process's clock
         self._over = threading.Event()
 
@@ -108,9 +109,10 @@ class EtcdStore(Store):
         while not self._over.is_set():
             try:
                 if self._try_to_lead():
-                    raw = self._ask(lambda client: client.get(self._key("decided")))
+                    found = self._ask(lambda client: client.get(self._key("decided"), metadata=True))
                     threading.Thread(target=self._renew, name="deadpool-etcd-lease", daemon=True).start()
-                    return self._understood(raw[0]) if raw else None
+                    self._recorded = int(found[0][1]["mod_revision"]) if found else 0
+                    return self._understood(found[0][0]) if found else None
             except OSError as away:
                 self._revoke()
                 if str(away) != said:
@@ -168,15 +170,29 @@ class EtcdStore(Store):
         """As Store.save."""
         over = decided.exit_code is not None
         lease = self._ask(lambda client: client.lease(_KEPT_AFTER_S)).id if over else None
-        self._put("decided", encode(decided), lease)
+        while not self._put("decided", encode(decided), lease, self._recorded):
+            pass  # one that was given up for lost has landed after all
 
-    def _put(self, name: str, raw: bytes, lease: int | None) -> None:
-        mine = {"key": _text(self._key("leader")), "target": "VALUE", "result": "EQUAL", "value": _text(self._me)}
-        put = {"request_put": {"key": _text(self._key(name)), "value": _text(raw), "lease": lease or 0}}
-        done = self._ask(lambda client: client.transaction({"compare": [mine], "success": [put], "failure": []}))
-        if not done.get("succeeded"):
+    def _put(self, name: str, raw: bytes, lease: int | None, over: int | None = None) -> bool:
+        """Whether it is there; with `over`, only in place of that revision, since what etcd did not answer may land later, and must not
+        overwrite what was recorded since."""
+        leader, key = _text(self._key("leader")), _text(self._key(name))
+        compare = [{"key": leader, "target": "VALUE", "result": "EQUAL", "value": _text(self._me)}]
+        if over is not None:
+            compare.append({"key": key, "target": "MOD", "result": "EQUAL", "mod_revision": over})
+        put = {"request_put": {"key": key, "value": _text(raw), "lease": lease or 0}}
+        look = [{"request_range": {"key": which}} for which in (leader, key)]
+        done = self._ask(lambda client: client.transaction({"compare": compare, "success": [put], "failure": look}))
+        if done.get("succeeded"):
+            if over is not None:
+                self._recorded = int(done["header"]["revision"])
+            return True
+        leads, there = ([*found["response_range"].get("kvs", ()), None][0] for found in done["responses"])
+        if over is None or leads is None or leads["value"] != _text(self._me):
             self._until_s = 0.0
             raise Deposed(f"another coordinator may lead this job: {self._name} does not know this one any more")
+        self._recorded = int(there["mod_revision"]) if there is not None else 0
+        return False
 
     def close(self) -> None:
         """As Store.close."""

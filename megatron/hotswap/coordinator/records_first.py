@@ -80,9 +80,7 @@ class RecordsFirst:
     """Keeps decisions in their order. While nothing changes that must be recorded, which is all the time between two recoveries, they are
     carried out at once; the store may block, so it is called in a thread."""
 
-    def __init__(
-        self, control: Control, store: Store, carry_out: Callable[[list[Decision]], None], deposed: Callable[[str], None]
-    ) -> None:
+    def __init__(self, control: Control, store: Store, carry_out: Callable[[list[Decision]], None], deposed: Callable[[str], None]) -> None:
         self._order, self._store, self._deposed = InOrder(control, carry_out), store, deposed
         self._recording: asyncio.Task[None] | None = None
 
