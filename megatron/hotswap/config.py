@@ -29,6 +29,11 @@ class HotSwapConfig:
     wait_for_spare_s: float
     respawn_timeout_s: float
     respawn_window_s: float
+    quarantine_failures: int
+    quarantine_window_s: float
+    health_command: str | None
+    health_interval_s: float
+    health_timeout_s: float
     coordinator_timeout_s: float
     store: str
     hang_factor: float
@@ -50,11 +55,12 @@ class HotSwapConfig:
     metrics_address: str
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.name.endswith(("_timeout_s", "lease_s", "interval_s"))):
+        times = ("_timeout_s", "lease_s", "interval_s", "quarantine_window_s")
+        for name in (field.name for field in fields(self) if field.name.endswith(times)):
             value = getattr(self, name)
             if value <= 0:
                 raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be greater than 0, got {value}")
-        for name in ("replicas", "interval", "keep_durable"):
+        for name in ("replicas", "interval", "keep_durable", "quarantine_failures"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--hot-swap-{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.metrics_port < 1 << 16:
@@ -147,6 +153,28 @@ _DEADLINES = (
         "(default: %(default)s)",
     ),
     _Flag("hang-min-s", float, 30.0, "S", "the least time without progress that is taken for a hang (default: %(default)s)"),
+)
+_HEALTH = (
+    _Flag(
+        "health-command",
+        str,
+        None,
+        "CMD",
+        "a shell command that each agent runs before it joins and at every interval; if it fails (exit code other than 0, or too late), "
+        "the last line that it wrote is the reason why a spare takes the node's ranks (default: none; GPUs are watched by NVML where "
+        "nvidia-ml-py is installed)",
+    ),
+    _Flag("health-interval-s", float, 60.0, "S", "from the end of one health command to the start of the next (default: %(default)s)"),
+    _Flag("health-timeout-s", float, 30.0, "S", "a health command that takes longer is ended, and has failed (default: %(default)s)"),
+    _Flag(
+        "quarantine-failures",
+        int,
+        3,
+        "N",
+        "a node that fails N times within the quarantine window gets no ranks any more, until the window is over or `deadpool release` "
+        "lets it out; faults on purpose do not count (default: %(default)s)",
+    ),
+    _Flag("quarantine-window-s", float, 3600.0, "S", "the time in which these failures are counted (default: %(default)s)"),
 )
 _SNAPSHOTS = (
     _Flag(
@@ -292,7 +320,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="encrypt snapshots on their way between nodes (transport tcp), with TLS 1.3; docs/security.md says what that costs. "
         "Control traffic is encrypted always",
     )
-    for flag in (*_DEADLINES, *_SNAPSHOTS, *_CONTROL, *_SLURM, *_WATCHING):
+    for flag in (*_DEADLINES, *_HEALTH, *_SNAPSHOTS, *_CONTROL, *_SLURM, *_WATCHING):
         group.add_argument(
             f"--hot-swap-{flag.name}", type=flag.kind, default=flag.default, metavar=flag.metavar, help=flag.help, choices=flag.choices
         )

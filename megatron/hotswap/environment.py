@@ -157,6 +157,12 @@ def slurm_topology() -> tuple[str, str] | None:
     return env["SLURM_TOPOLOGY_ADDR"], env.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
 
 
+def visible_gpus() -> list[str] | None:
+    """The GPUs that this process may use, by index or UUID, as CUDA reads them; None: all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if visible is None else [x.strip() for x in visible.split(",") if x.strip()]
+
+
 def in_training() -> bool:
     """Whether this process was started by an agent to train a rank (or by such a process)."""
     return "DEADPOOL_WORKER" in os.environ

@@ -6,11 +6,13 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Collection
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_END_CHECK_S = 0.005
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -40,6 +42,22 @@ def end_orphans(variable: str, own: Collection[int]) -> None:
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+def end_children(variable: str, within_s: float) -> bool:
+    """End the children of this process that have this environment variable, and what they leave behind, without waiting for one that
+    hangs in the kernel for longer than this. Whether none is left."""
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in _children() if _has(pid, variable)]:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_END_CHECK_S)
+    return True
 
 
 def _children() -> list[int]:

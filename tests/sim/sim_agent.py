@@ -7,6 +7,7 @@ today, it is how the agent must be; test_simulation.py plants the difference as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from sim_disk import DiskUser
@@ -31,6 +32,7 @@ class FakeAgent:
         self.incarnation = incarnation
         self.workers = [FakeWorker(self, i) for i in range(workers)]
         self.replicas = ReplicaStore(RUN_ID, lambda wanted: None)
+        self.replicas.own = self._own_slot  # type: ignore[assignment]
         self.membership: m.Membership | None = None
         self.version = 0  # of the membership that it takes part in: H2H traffic of another one is refused
         self.ended = False
@@ -210,6 +212,11 @@ class FakeAgent:
                 self.to_peer(source, source.node.after, clock.about(0.002), ask, source)
 
         try_next()
+
+    def _own_slot(self, rank: int, generation: int) -> tuple[Any, int] | None:
+        """Where a rank's own snapshot is, for who takes its place while this node is still there."""
+        found = ((w.own, slot) for w in self.workers if w.rank == rank for slot, s in w.own.items() if s.content.generation == generation)
+        return next(((SimpleNamespace(snapshots=own), slot) for own, slot in found), None)
 
     def to_peer(self, peer: FakeAgent, call: Callable[..., None], *args: Any) -> None:
         """What a message between the two causes: once they reach each other."""

@@ -61,6 +61,13 @@ class Checkers:
             require("failed in step" not in control.exit_reason, "ladder", f"one error ended the job: {control.exit_reason}")
         self.program_errors[which] = event.rank, event.version
 
+    def on_assign(self, control: Any, node: str) -> None:
+        """A spare has been given ranks."""
+        refusal = control.quarantine.refusal(node, self.world.clock.now)
+        require(not refusal, "quarantine", f"{node} was given ranks: {refusal}")
+        sick = [a.incarnation for a in control.agents.values() if a.node == node and not a.spare and (a.unhealthy or a.leaving)]
+        require(not sick, "health", f"{sick} was given ranks although it is unhealthy")
+
     def on_plan(self, control: Any) -> None:
         """A coordinator has made a plan, which is told once it is recorded."""
         self.reports[control.version] = dict(control.halt_reports)
@@ -246,15 +253,23 @@ class Checkers:
             require(len(damaged) == len(control.config.durable.begin), "durable", f"refused, though: {self.world.disk.folders}")
         elif control.exit_code == 75:
             self._check_durable()
-            warm = [a for a in control.agents.values() if a.warm and a.spare]
+            warm = [a for a in control.agents.values() if a.free]
             holders = {x.node for x in control.membership.members if x.incarnation in control.agents}
             nothing = "no memory has anything to go back to" in control.exit_reason  # then spares are of no use
             require(nothing or all(a.node in holders for a in warm), "ending", "the job gave up for want of a spare while there was one")
         else:
             if "failed in step" in control.exit_reason:  # on_program_error has judged it
                 return
+            if "and was never completed" in control.exit_reason:  # the loop breaker
+                step = int(control.exit_reason.split("step ", 1)[1].split()[0])
+                # That all had completed it may have died with the one that would have said so.
+                require(self.peak <= step, "ladder", f"complete was {self.peak}, yet: {control.exit_reason}")
+                few = self.world.poison is None and len(self.world.faults) < 3
+                require(not few, "ladder", f"{self.world.faults} were taken for a loop: {control.exit_reason}")
+                return
             require("nothing to go back to" in control.exit_reason or self.peak == 0, "ending", f"unexpected: {control.exit_reason}")
-            lost = {x.incarnation for v in self.memberships.values() for x in v.members} & control.fenced.keys()
+            had = {x.incarnation for v in self.memberships.values() for x in v.members}
+            lost = {i for i in had if i in control.fenced or not self.world.agents[i].node.alive}  # known to be, or truly
             few = len(lost) <= self.world.control.config.replicas and not self.world.rotted
             require(not few or not self.committed, "guarantee 3", f"the loss of {lost} alone ended the job: {control.exit_reason}")
             common = self._held_by_all(living)
@@ -266,7 +281,9 @@ class Checkers:
         for agent in agents:
             for worker in agent.workers:
                 if worker.rank is not None:
-                    held[worker.rank] |= {s.content.generation for s in worker.own.values() if not s.rotten}
+                    own = {s.content.generation for s in worker.own.values() if not s.rotten}
+                    # A damaged copy that was fetched anew is known to be mended once its rank has restored from it, not before.
+                    held[worker.rank] |= self.world.control.commits.usable(agent.incarnation, worker.rank, own)
             for rank, generations in agent.replicas.generations().items():
                 rotten = {s.content.generation for s in agent.replica_snapshots(rank).values() if s.rotten}
                 held[rank] |= set(generations) - rotten

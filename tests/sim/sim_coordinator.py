@@ -93,7 +93,8 @@ class Life:
         decisions = self.control.handle(incarnation, event, self.clock.now)
         if leads:
             checkers.after_event(incarnation, before)
-            if isinstance(event, m.WorkerError) and not event.collective and before is None and event.version == over:
+            leaves = incarnation in self.control.agents and self.control.agents[incarnation].leaving  # what fails on it is put down to it
+            if isinstance(event, m.WorkerError) and not event.collective and before is None and event.version == over and not leaves:
                 checkers.on_program_error(event)
         self._take(decisions)
 

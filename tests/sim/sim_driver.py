@@ -51,6 +51,7 @@ class Outcome:
     climbed: bool = False  # whether a process was started again and its node, or another, given up in the same recovery
     last_rung: bool = False  # whether a generation was durable when the job ended
     refused: bool = False  # whether no durable generation could be begun from
+    replaced: int = 0  # planned swaps
     respawned: int = 0  # ranks that another process has read back from the slots
     taken_up: int = 0  # coordinators that went on with what another one had begun
     split: bool = False  # whether some hosts did not reach the others for a while
@@ -76,11 +77,13 @@ class World:
         self.replicas = rng.choice([1, 1, 2]) if nodes > 2 else 1
         self.interval = rng.choice([1, 1, 2, 3])
         self.skip = rng.random() < 0.3  # rather than wait, when a replica is late
+        self.replaced = 0  # planned swaps
         self.damaged = 0  # copies that were found to be of no use
         self.rotted = False  # whether the bytes of some copy have changed
         self.proven_by_step = rng.random() < 0.5
         self.sections = rng.random() < 0.5
         self.bug: tuple[int | None, int] | None = None  # (rank, step) that raises whenever it is reached
+        self.poison: tuple[int, int] | None = None  # (rank, step) that kills its process whenever it is reached
         self.respawned = 0
         self.respawns_fail = rng.random() < 0.1  # a process that is started again does not come up
         self.holders_look = True  # whether a holder looks for the same snapshot before it overwrites a slot with it
@@ -106,6 +109,7 @@ class World:
             settle_s=2.0,
             respawn_timeout_s=4.0,
             respawn_window_s=rng.choice([0.0, 1.0, 100.0]),
+            quarantine_failures=random.Random(f"quarantine {seed}").choice([1, 2, 3, 100]),
             replicas=self.replicas,
             interval=self.interval,
             durable=durable,
@@ -122,6 +126,8 @@ class World:
         self.faults_left = rng.choice([1, 1, 2, 2, 3, 4])
         self.moments: list[list[Any]] = []  # [kind of message, how many of it until a fault strikes]
         self._lives = 0
+        self._sickness = random.Random(f"sickness {seed}")  # a stream of its own, as that of pauses
+        self.sick_chance, self.sick_nodes = 0.3, 1
         self._weather = random.Random(f"pauses {seed}")  # a stream of its own: with pauses or without, the rest of a seed is the same
         self.pauses = self._weather.random() < 0.3
         for index in range(nodes + spares):
@@ -196,14 +202,17 @@ class World:
         """A coordinator has decided this, and nobody knows."""
         for decision in decisions:
             if isinstance(decision, Log):
-                if decision.kind == "resumed":
+                if decision.kind == "resumed" and life is self.coordinators.leader:  # another one's is never recorded
                     self.checkers.on_resumed()
-                elif decision.kind == "plan":
+                elif decision.kind == "assign":
+                    self.checkers.on_assign(life.control, decision.data["node"])
+                elif decision.kind == "plan" and life is self.coordinators.leader:
                     self.checkers.on_plan(life.control)
 
     def on_log(self, said: Log) -> None:
         """A coordinator writes down what it did."""
         self.damaged += said.kind == "copy-damaged"
+        self.replaced += "is replaced:" in said.reason and said.kind == "recovery"
         if said.kind == "recovery" and not self.moments:
             self._maybe_again()
 
@@ -212,6 +221,7 @@ class World:
         if isinstance(message, m.Start):
             self.checkers.on_membership(message.membership, message.generation or 0, True)
             self._plan_faults()
+            self._plan_sickness()
         elif isinstance(message, m.Resume):
             self.checkers.on_membership(message.membership, message.generation, message.redo_sections)
 
@@ -264,7 +274,7 @@ class World:
             return
         elif kind in ("worker", "workers"):
             for worker in agent.workers if kind == "workers" else [rng.choice(agent.workers)]:
-                agent.node.run(self._kill_worker, agent, worker)
+                agent.node.run(self.kill_worker, agent, worker)
         elif kind == "link":
             self._link_fault(agent)
             return
@@ -289,8 +299,24 @@ class World:
         if copies:
             self.rng.choice(copies).rotten = self.rotted = True
 
+    def _plan_sickness(self) -> None:
+        if self.sick_chance and self._sickness.random() < self.sick_chance:
+            for _ in range(self.sick_nodes):
+                self.clock.after(self._sickness.uniform(0.05, 0.3 * self.steps), self._sicken)
+
+    def _sicken(self) -> None:
+        """Some node's health command fails; now and then it is well again later."""
+        rng, living = self._sickness, [a for a in self.agents.values() if a.node.alive and not a.ended]
+        if not living or self.control.exit_code is not None:
+            return
+        agent = rng.choice(living)
+        self.faults.append(f"{self.clock.now:.3f} s {self.control.phase.value}: sick {agent.incarnation}")
+        agent.node.run(agent.say, m.Unhealthy("command", "sick"))
+        if rng.random() < 0.4:
+            agent.node.after(rng.uniform(0.1, 3.0), agent.say, m.HealthyAgain("command"))
+
     @staticmethod
-    def _kill_worker(agent: FakeAgent, worker: FakeWorker) -> None:
+    def kill_worker(agent: FakeAgent, worker: FakeWorker) -> None:
         """A worker process is gone, its agent lives."""
         if worker.state != "dead":
             worker.die()
@@ -376,6 +402,7 @@ def simulate(seed: int, change: Any = None) -> Outcome:
         any(r.respawned and r.lost_nodes for r in [*control.recoveries, *([control.recovery] if control.recovery else [])]),
         control.exit_code in (1, 75) and "is durable in" in control.exit_reason,
         "no durable generation can be gone on from" in control.exit_reason,
+        world.replaced,
         world.respawned,
         world.coordinators.taken_up,
         any("are cut off" in fault for fault in world.faults),

@@ -143,7 +143,7 @@ class Link:
             self.version = message.membership.version
             self.retold.resumed(message.generation)
             for worker in self.agent.workers:
-                if worker.rank is not None:
+                if worker.rank is not None and worker.rank not in message.replaced:
                     self.retold.given(worker.index)
 
     # ---- time passes

@@ -108,6 +108,9 @@ class FakeWorker:
         if self.world.bug == (self.rank, step + 1):
             self._go(self.world.clock.about(0.02), self.raise_error, "Bug")
             return
+        if self.world.poison == (self.rank, step + 1):
+            self._go(self.world.clock.about(0.02), self.world.kill_worker, self.agent, self)
+            return
         self._go(self.world.clock.about(0.04), self._enter, "forward-backward", step, self.fence)
 
     def fence(self) -> None:

@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import os
+import re
 from unittest import mock
 
 import pytest
@@ -21,6 +22,8 @@ from violation import Violation
 
 from megatron.hotswap.control.attempt import Saving
 from megatron.hotswap.control.commits import Commits
+from megatron.hotswap.control.loop import LoopBreaker
+from megatron.hotswap.control.membership import Agent
 from megatron.hotswap.control.state import Control
 from megatron.hotswap.recovery import plan
 from megatron.hotswap.replication.transfer import ReplicaStore
@@ -44,6 +47,8 @@ def endings_of(seeds):
         endings["damaged"] += outcome.damaged > 0
         endings["respawned"] += outcome.respawned > 0
         endings["respawn, then swap"] += outcome.climbed
+        endings["replaced"] += outcome.replaced > 0
+        endings["loop"] += "and was never completed" in outcome.reason
         endings["program"] += "failed in step" in outcome.reason
         endings["durable"] += outcome.last_rung
         endings["not written"] += "was not written to" in outcome.reason
@@ -66,8 +71,8 @@ def test_no_schedule_breaks_a_guarantee():
         endings = sum(map(endings_of, chunks), collections.Counter())
     print(dict(endings))
     # The schedules reach what they are meant to reach: each ending, and failures during a recovery.
-    reached = (0, 1, 75, "second failure", "recovered", "skipped", "damaged", "respawned", "respawn, then swap", "program", "taken up")
-    assert all(endings[kind] > count // 60 for kind in reached), endings
+    reached = (0, 1, 75, "second failure", "recovered", "skipped", "damaged", "respawned", "respawn, then swap", "program", "replaced")
+    assert all(endings[kind] > count // 60 for kind in (*reached, "taken up")), endings
     seldom = ("durable", "not written", "refused", "taken up again", "split")
     assert all(endings[kind] > count // 400 for kind in seldom), endings
 
@@ -76,14 +81,58 @@ def test_a_coordinator_that_stands_still_gives_nobody_up():
     """On a machine with more to do than cores it stands still again and again; nothing else happens, so nobody may be lost."""
 
     def only_pauses(world):
-        world.pauses, world.faults_left = True, 0
-        world.coordinators.losses_left = world.network.splits_left = 0
-        for folder in world.disk.folders.values():
-            folder.damaged.clear()
+        world.pauses = True
+        nothing_breaks(world)
 
     for seed in range(SCHEDULES // 10):
         outcome = simulate(seed, only_pauses)
         assert (outcome.exit_code, outcome.versions) == (0, 1), outcome
+
+
+def nothing_breaks(world):
+    """What a test adds to a schedule is all that happens in it."""
+    world.faults_left, world.sick_chance, world.respawns_fail = 0, 0.0, False
+    world.coordinators.losses_left = world.network.splits_left = 0
+    world.records.slow = 0.0
+    for folder in world.disk.folders.values():
+        folder.damaged.clear()
+
+
+def test_health_alone_ends_no_job():
+    """However many nodes say that they are unhealthy, and whenever: as many as there are spares are replaced, and all steps are done."""
+
+    def only_sick(world):
+        nothing_breaks(world)
+        world.sick_chance, world.sick_nodes = 1.0, 3
+
+    replaced = 0
+    for seed in range(SCHEDULES // 5):
+        outcome = simulate(seed, only_sick)
+        assert outcome.exit_code == 0, outcome
+        replaced += outcome.replaced > 0
+    assert replaced > SCHEDULES // 50
+
+
+NEVER_COMPLETED = re.compile(r"failed (\d+) times and was never completed, so it is not the nodes(?:; replaced for it in vain: ([^;]*))?")
+
+
+def test_a_step_that_kills_whoever_runs_it_ends_the_job():
+    """Not all spares are spent on it: two nodes are replaced for it at most, and it is tried six times at most."""
+
+    def poisoned(world):
+        nothing_breaks(world)
+        world.poison = min(world.everyone), world.steps
+
+    endings = collections.Counter()
+    for seed in range(SCHEDULES // 5):
+        outcome = simulate(seed, poisoned)
+        loop = NEVER_COMPLETED.search(outcome.reason)
+        if loop is None:
+            assert outcome.exit_code == 75 and "have no spare" in outcome.reason, outcome
+        else:
+            assert int(loop[1]) <= 6 and (loop[2] or "").count(",") <= 1, outcome
+        endings["no spare" if loop is None else "loop"] += 1
+    assert min(endings["loop"], endings["no spare"]) > SCHEDULES // 100, endings
 
 
 def test_a_seed_repeats_itself():
@@ -251,6 +300,21 @@ def files_of_another_attempt_count():
     return mock.patch.object(Saving, "under_way", lambda self, attempt: self.generation is not None and self.retry_s is None)
 
 
+def unhealthy_nodes_get_ranks():
+    """A spare that says that it is not fit is taken all the same."""
+    return mock.patch.object(Agent, "free", property(lambda self: self.warm and self.spare and not self.leaving))
+
+
+def quarantined_nodes_come_back():
+    """A node that has failed too often is let in again."""
+    return mock.patch.object(Control, "_unfit", lambda self, join, now: "")
+
+
+def failures_of_all_steps_are_one_loop():
+    """A step that was completed does not begin the count of failures anew."""
+    return mock.patch.object(LoopBreaker, "passed", lambda self, step: False)
+
+
 def patch_transition(name, handler):
     from megatron.hotswap.control import state
 
@@ -272,6 +336,7 @@ ORIGINAL_GIVE_UP = Control._give_up_silent_ranks
 def slow_copies_many_repeats(world):
     """Weather in which a stale acknowledgement matters: replicas take long, messages arrive again, one node dies."""
     world.proven_by_step, world.h2h_s, world.repeat_chance, world.faults_left = False, 0.2, 0.5, 1
+    world.coordinators.losses_left = world.network.splits_left = 0
 
 
 def nodes_that_come_back(world):
@@ -289,6 +354,16 @@ def dying_workers(world):
     world.fault_kinds, world.respawns_fail = ("worker", "error", "hang"), False
 
 
+def unhealthy_nodes(world):
+    """Weather in which nodes are lost, and several of those that are left say that they are not fit."""
+    world.fault_kinds, world.faults_left, world.sick_chance, world.sick_nodes = ("kill",), 2, 1.0, 3
+
+
+def nodes_that_fail_again(world):
+    """Weather in which nodes fail, come back and fail again."""
+    world.fault_kinds, world.faults_left = ("kill", "worker"), 4
+
+
 def rotting_copies(world):
     """Weather in which copies rot before a node is lost."""
     world.fault_kinds, world.faults_left = ("rot", "rot", "kill"), 4
@@ -297,6 +372,7 @@ def rotting_copies(world):
 def failing_disks(world):
     """Weather in which generations are asked for, half of all writes fail, and messages arrive again."""
     world.disk.fails, world.repeat_chance = 0.5, 0.5
+    world.coordinators.losses_left = world.network.splits_left = 0
     for _ in range(3):
         world.clock.after(world.disk_rng.uniform(0.0, 2.0), world.save)
 
@@ -319,6 +395,9 @@ PLANTED = [
     (damaged_copies_are_planned_with, "ending", rotting_copies),
     (torn_copies_count, "guarantee 2", dying_workers),
     (errors_of_the_program_are_the_nodes, "ladder", None),
+    (unhealthy_nodes_get_ranks, "health", unhealthy_nodes),
+    (quarantined_nodes_come_back, "quarantine", nodes_that_fail_again),
+    (failures_of_all_steps_are_one_loop, "ladder", nodes_that_fail_again),
 ]
 
 

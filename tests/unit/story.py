@@ -70,9 +70,12 @@ class Story:
         save: str = "",
         durable: str = "",
         interval: str = "1",
+        window: str = "600",
+        failures: str = "3",
     ) -> None:
         """The job's shape. Leases of 3 s, halts of 30 s, resumes of 120 s, spares are waited for 60 s. `save` is where durable generations
-        go, `durable` those that it goes on from: GENERATION,GENERATION."""
+        go, `durable` those that it goes on from: GENERATION,GENERATION. `window` is that of respawns, `failures` of a node put it into
+        quarantine."""
         grid = Grid(int(nodes) * int(per_node), int(tensor))
         shape = {"world-size": grid.world_size}
         begin = tuple(DurableFolder(f"folder{g}", int(g), "run-0", tuple(shape.items())) for g in durable.split(",") if g)
@@ -85,6 +88,8 @@ class Story:
                 int(spares),
                 replicas=int(replicas),
                 interval=int(interval),
+                respawn_window_s=float(window),
+                quarantine_failures=int(failures),
                 durable=Durable(save, shape, begin=begin) if save else None,
             )
         )
@@ -131,13 +136,14 @@ class Story:
         protocol: str = "",
         workers: str = "",
         domain: str = "",
+        unhealthy: str = "",
     ) -> list[Any]:
         """An agent's first message."""
         incarnation = f"{node}.{life}"
         self.lives[node] = incarnation
         count = int(workers) if workers else self.control.config.ranks_per_node
         speaks = int(protocol) if protocol else m.PROTOCOL
-        return self._handle(incarnation, m.Join(speaks, run, token, node, incarnation, count, f"{incarnation}:h2h", domain))
+        return self._handle(incarnation, m.Join(speaks, run, token, node, incarnation, count, f"{incarnation}:h2h", domain, unhealthy))
 
     def do_warm(self, *nodes: str) -> list[Any]:
         """Every worker of these nodes is warm."""
@@ -230,9 +236,27 @@ class Story:
         """A worker of a node that has no rank yet ended with words."""
         return self._handle(self.lives[node], m.Finished(0, None, 2, text))
 
-    def do_inject(self, node: str, worker: str = "0", step: str = "") -> list[Any]:
+    def do_inject(self, node: str, worker: str = "0", step: str = "", action: str = "kill") -> list[Any]:
         """A user asks for a fault."""
-        return self._handle("", m.Inject(m.Injection("kill", "node", node, int(worker), int(step) if step else None)))
+        scope: Any = "worker" if action in m.WORKER_FAULTS else "node"
+        return self._handle("", m.Inject(m.Injection(action, scope, node, int(worker), int(step) if step else None)))  # type: ignore[arg-type]
+
+    def do_unhealthy(self, node: str, reason: str, source: str = "command", fatal: str = "yes") -> list[Any]:
+        """The node's health command, or its device, says that something is wrong."""
+        return self._handle(self.lives[node], m.Unhealthy(source, reason, fatal == "yes"))  # type: ignore[arg-type]
+
+    def do_left(self, node: str, rank: str, own: str = "") -> list[Any]:
+        """The worker that had the rank on a node that leaves is out of its step."""
+        report = m.HaltReport(self.control.version - 1, int(rank), None, False, tuple(int(g) for g in own.split(",") if g), "store")
+        return self._handle(self.lives[node], report)
+
+    def do_healthy(self, node: str, source: str = "command") -> list[Any]:
+        """It says so no more."""
+        return self._handle(self.lives[node], m.HealthyAgain(source))  # type: ignore[arg-type]
+
+    def do_release(self, node: str) -> list[Any]:
+        """A user lets a node out of quarantine."""
+        return self._handle("", m.Release(node))
 
     # ---- the coordinator is lost
 

@@ -57,7 +57,7 @@ class CoordinatorLink:
         self._lease_s = lease_s
         self._listener = Listener(COORDINATOR_LEASES * lease_s, interval_s, turn_s=interval_s)
         self._outbox: asyncio.Queue[m.FromAgent] = asyncio.Queue()
-        self._notes: list[m.Note] = []  # said while there was nobody to hear them
+        self._notes: list[m.FromAgent] = []  # lines for events.jsonl, said while there was nobody to hear them
         self._known = False  # whether any coordinator has answered
         self._connected = True  # what is said before the first connection waits for it
         self._call: Any = None
@@ -85,7 +85,7 @@ class CoordinatorLink:
         self.retold.said(message)
         if self._connected:
             self._outbox.put_nowait(message)
-        elif isinstance(message, m.Note):
+        elif _is_note(message):
             self._notes.append(message)
 
     async def talk(self) -> None:
@@ -118,7 +118,7 @@ class CoordinatorLink:
         notes, self._notes = self._notes, []
         while not self._outbox.empty():
             left = self._outbox.get_nowait()
-            notes += [left] if isinstance(left, m.Note) else []
+            notes += [left] if _is_note(left) else []
         self._outbox = asyncio.Queue()  # the former connection may still wait at the old one
         self._connected = True
         away_s = asyncio.get_running_loop().time() - self.heard_s
@@ -212,3 +212,8 @@ class CoordinatorLink:
         found = await asyncio.get_running_loop().run_in_executor(None, self._calls.find)
         if found is not None and found != self._address and self._call is not None:
             self._call.cancel()
+
+
+def _is_note(message: m.FromAgent) -> bool:
+    """Whether all that follows from it is a line of events.jsonl."""
+    return isinstance(message, m.Note) or (isinstance(message, m.Unhealthy) and not message.fatal)

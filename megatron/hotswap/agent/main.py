@@ -30,6 +30,7 @@ from . import local, own_snapshot
 from .coordinator_link import Calls, CoordinatorLink
 from .domain import failure_domain
 from .durable import Durable
+from .health import NodeHealth
 from .inject import strike
 from .interface import address_of
 from .lives import Lives
@@ -85,6 +86,7 @@ class Agent:
         )
         self._replicator.on_sealed = self._durable.sealed
         self._watched = Watched(config, place, self.incarnation, self._interface)
+        self._health = NodeHealth(config, self._say)
         self._tasks: set[asyncio.Task[None]] = set()  # that nobody waits for
         self._membership: m.Membership | None = None
         self._recovery: asyncio.Task[None] | None = None
@@ -104,7 +106,8 @@ class Agent:
         address = await self._transport.serve(self._replicas)
         moved = f"snapshots are moved by {moved_by}, {protection(self.config)}, arranged over {address}"
         print(f"agent {self.incarnation}: {moved}", file=sys.stderr, flush=True)
-        for index in range(self.place.workers):
+        unhealthy = await self._health.at_start()
+        for index in range(0 if unhealthy else self.place.workers):
             self._start_worker(index)
         self._join = m.Join(
             m.PROTOCOL,
@@ -115,12 +118,14 @@ class Agent:
             self.place.workers,
             address,
             failure_domain(self.config.failure_domain, self.place.node, self.place.host),
+            unhealthy,
         )
         self._say(self._join)
         if (told := await self._watched.serve(self._workers, self._replicas, self._replicator, lambda: self._link.heard_s)) is not None:
             print(f"agent {self.incarnation}: {told.text}", file=sys.stderr, flush=True)
             self._say(told)
-        tasks = [loop.create_task(self._guard(t)) for t in (self._link.talk(), self._link.beat(), self._lives.watch())]
+        work = (self._link.talk(), self._link.beat(), self._lives.watch(), self._health.watch())
+        tasks = [loop.create_task(self._guard(t)) for t in work]
         try:
             return await self._exit
         finally:
@@ -128,6 +133,7 @@ class Agent:
                 task.cancel()
             self._replicator.close()
             self._lives.close()
+            self._health.close()
             self._watched.close()
             await self._transport.close()
 
@@ -279,7 +285,8 @@ class Agent:
         self._version = self._replicas.version = message.membership.version
         self._link.retold.resumed(message.generation)
         for worker in self._workers:
-            if worker.rank is not None:
+            # A process without a state yet serves the store of its beginning still: where all are such, the next plan needs it.
+            if worker.rank is not None and worker.rank not in message.replaced:
                 self._link.retold.given(worker.index)
         self._durable.cancel()
         self._recovery = asyncio.get_running_loop().create_task(self._guard(self._go_on(message)))

@@ -1,8 +1,8 @@
 """What an agent tells a coordinator that has just come: what it has said and was perhaps not heard, as far as it still matters.
 
 A coordinator that is lost takes along what it has heard and not recorded. What is decided in a recovery is asked again anyway, so the
-little that remains is kept here: who is warm, which processes are gone or through, errors, and of each rank the newest generations that
-are at its holders. Steps are kept until they are committed: their lines are written only then.
+little that remains is kept here: who is warm, which processes are gone or through, errors, what is wrong with the node, and of each rank
+the newest generations that are at its holders. Steps are kept until they are committed: their lines are written only then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Retold:
     """One per agent."""
 
     def __init__(self) -> None:
-        self._said: dict[tuple[type, int], m.FromAgent] = {}
+        self._said: dict[tuple[type, int | str], m.FromAgent] = {}
         self._steps: dict[int, m.StepDone] = {}
         self._acknowledged: dict[int, deque[m.Acknowledged]] = {}
 
@@ -37,8 +37,12 @@ class Retold:
             self._put(message, message.rank)
         elif isinstance(message, m.WorkerReady | m.WorkerLost | m.Finished):
             self._put(message, message.worker)
+        elif isinstance(message, m.Unhealthy) and message.fatal:
+            self._put(message, message.source)
+        elif isinstance(message, m.HealthyAgain):
+            self._said.pop((m.Unhealthy, message.source), None)
 
-    def _put(self, message: m.FromAgent, subject: int) -> None:
+    def _put(self, message: m.FromAgent, subject: int | str) -> None:
         self._said.pop((type(message), subject), None)
         self._said[type(message), subject] = message
 

@@ -18,8 +18,11 @@ _CALL_TIMEOUT_S = 5.0
 _SAVE_POLL_S = 0.2
 
 
-def call(run_dir: Path, injection: Injection | None = None, save: bool = False, detail: bool = False) -> wire.Status:
-    """Ask the coordinator of the job in `run_dir` for its status (with its lists: `detail`), for a fault, or for a durable generation.
+def call(
+    run_dir: Path, injection: Injection | None = None, save: bool = False, detail: bool = False, release: str | None = None
+) -> wire.Status:
+    """Ask the coordinator of the job in `run_dir` for its status (with its lists: `detail`), for a fault, for a durable generation, or to
+    release a node from quarantine.
 
     Raises:
         UsageError: no job runs there, it does not answer, or it refuses.
@@ -35,7 +38,7 @@ def call(run_dir: Path, injection: Injection | None = None, save: bool = False, 
     with wire.blocking_channel(job.coordinator, shown) as channel:
         ask = channel.unary_unary(f"/{wire.SERVICE}/{wire.COMMAND}", request_serializer=wire.encode)
         try:
-            status: wire.Status = wire.decode_status(ask(wire.Command(injection, save, detail), timeout=_CALL_TIMEOUT_S))
+            status: wire.Status = wire.decode_status(ask(wire.Command(injection, save, release, detail), timeout=_CALL_TIMEOUT_S))
         except grpc.RpcError as failure:
             why = why_refused(job.coordinator, shown) or failure.code().name
             raise UsageError(

@@ -251,6 +251,8 @@ def control_of(launch: Launch, run_id: str) -> ControlConfig:
         wait_for_spare_s=hotswap.wait_for_spare_s,
         respawn_timeout_s=hotswap.respawn_timeout_s,
         respawn_window_s=hotswap.respawn_window_s,
+        quarantine_failures=hotswap.quarantine_failures,
+        quarantine_window_s=hotswap.quarantine_window_s,
         hang_factor=hotswap.hang_factor,
         hang_min_s=hotswap.hang_min_s,
         replicas=hotswap.replicas,

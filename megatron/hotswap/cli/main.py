@@ -1,4 +1,4 @@
-"""The `deadpool` command: run, sbatch, plan, simulate, inject, status, save, verify."""
+"""The `deadpool` command: run, sbatch, plan, simulate, inject, status, save, release, verify."""
 
 from __future__ import annotations
 
@@ -134,6 +134,17 @@ def save(
     from .client import save
 
     print(f"deadpool: {save(job or run_dir)}")
+
+
+@app.command()
+def release(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="As `deadpool status` names it.")],
+    run_dir: RunDir = DEFAULT_RUN_DIR,
+) -> None:
+    """Let a node out of quarantine, once it is mended: it may join the running job again, as a spare."""
+    from .client import call
+
+    print(f"deadpool: {call(run_dir, release=node).text}")
 
 
 @app.command()

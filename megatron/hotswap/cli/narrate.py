@@ -30,6 +30,8 @@ _BEGINNINGS = {
     "last-rung": "last rung: ",
     "loading": "before training: ",
     "no-spare": "no spare is left: ",
+    "quarantined": "quarantine: ",
+    "release-refused": "not released: ",
     "save": "durable generation: ",
     "save-failed": "not saved: ",
     "start": "training starts: ",
@@ -57,6 +59,8 @@ def narrate(log: Log) -> str | None:
     data = log.data
     if log.kind in _SILENT or (log.kind == "waiting" and log.reason.startswith("0 ")):
         return None
+    if log.kind == "node-lost" and data.get("left"):
+        return f"node let go, its ranks are elsewhere: {log.reason}"
     if log.kind == "node-lost":
         return f"{'spare' if data['spare'] else 'node'} lost: {log.reason}"
     if log.kind == "worker-lost":

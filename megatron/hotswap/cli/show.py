@@ -37,6 +37,8 @@ _STYLES = {
     "write-failed": "bold red",
     "save-failed": "bold red",
     "durable-refused": "bold red",
+    "unhealthy": "bold red",
+    "quarantined": "bold yellow",
 }
 
 

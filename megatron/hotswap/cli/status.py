@@ -102,6 +102,7 @@ def _losses(status: wire.Status) -> list[str]:
     if status.nodes_lost_total:
         lines.append(f"  nodes lost: {status.nodes_lost_total}")
         lines += [f"    {_clock(lost.t)} {lost.reason}" for lost in status.lost[-_EVENTS_SHOWN:]]
+    lines += [f"  {reason}" for reason in status.quarantined.values()]
     lines.append(f"  recoveries: {status.recoveries_total or 'none'}")
     for done in status.recoveries[-_EVENTS_SHOWN:]:
         what = what_was_lost({"nodes_lost": done.nodes_lost, "ranks_respawned": done.ranks_respawned})

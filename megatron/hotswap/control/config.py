@@ -37,6 +37,8 @@ class ControlConfig:
     wait_for_spare_s: float = 60.0
     respawn_timeout_s: float = 60.0  # from the order to start a worker again until it is warm; then its node is given up
     respawn_window_s: float = 600.0  # a node whose workers fail again within this time is given up
+    quarantine_failures: int = 3  # of one node within the window, from which it gets no ranks any more
+    quarantine_window_s: float = 3600.0
     hang_factor: float = 10.0  # normal steps without any rank's progress, from which a job hangs
     hang_min_s: float = 30.0  # the least time without any
     replicas: int = 1  # of each rank's snapshot, in as many other failure domains
@@ -60,6 +62,11 @@ class ControlConfig:
                 "a job hangs when no rank has come any further for at least two steps and one lease, or every slow step would be taken "
                 f"for a hang: --hot-swap-hang-factor is {self.hang_factor}, --hot-swap-hang-min-s is {self.hang_min_s}, "
                 f"--hot-swap-lease-s is {self.lease_s}; raise the first two"
+            )
+        if self.quarantine_failures < 1:
+            raise UsageError(
+                f"--hot-swap-quarantine-failures must be at least 1, got {self.quarantine_failures}: a node is put into quarantine at its "
+                "first failure (1) or at a later one; a large number puts none there but for its health"
             )
         if self.nodes == 1:
             raise UsageError(

@@ -1,7 +1,8 @@
 """What a coordinator must remember of a job, so that another one can take it up. Pure.
 
 It is recorded before anybody is told (coordinator/store.py): what is not in it, nobody has acted upon. It changes a few times in a
-recovery and never while training goes on. All else, the agents say themselves when they come back (returning.py).
+recovery and never while training goes on. All else, the agents say themselves when they come back (returning.py), what is wrong with
+their nodes included. Times are of a clock that coordinators on different machines have in common (coordinator/clock.py).
 """
 
 from __future__ import annotations
@@ -10,9 +11,19 @@ import msgspec
 
 from ..codec import decoder
 from . import messages as m
+from .loop import Reset, Struck
+from .quarantine import Remembered
 
 #: Of `Decided`. A coordinator does not take up what another version of it has recorded.
-SCHEMA = 1
+SCHEMA = 2
+
+
+class Leaver(msgspec.Struct, frozen=True):
+    """A node that lives, and whose ranks a spare has taken: its memory is needed until the recovery is complete (membership.py)."""
+
+    why: str
+    ranks: tuple[int, ...]  # that it had
+    up_to: int | None  # what it has of later generations does not count
 
 
 class Decided(msgspec.Struct, frozen=True):
@@ -29,6 +40,10 @@ class Decided(msgspec.Struct, frozen=True):
     durable_folder: str = ""
     tried: int = 0  # durable generations that could not be loaded
     attempts: int = 0  # to write one
+    quarantine: Remembered = Remembered()
+    struck: Struck = Struck()  # the step that fails again and again
+    resets: tuple[Reset, ...] = ()  # whom they blamed
+    leaving: dict[str, Leaver] = {}  # incarnation -> why, and what it has
     exit_code: int | None = None
     exit_reason: str = ""
     schema: int = SCHEMA

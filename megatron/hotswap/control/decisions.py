@@ -25,6 +25,7 @@ EVENT_KINDS = frozenset(
         *("node-lost", "not-removed", "peers-differ", "placement", "plan", "push-failed", "recovered", "recovery", "refused"),
         *("replication", "respawned", "resumed", "save", "save-failed", "save-refused", "skipped", "spare", "start", "waiting"),
         *("worker-lost", "write-failed", *m.CABLE_FAULTS),
+        *("healthy", "health-watch", "quarantined", "release-refused", "released", "unhealthy"),
     )
 )
 

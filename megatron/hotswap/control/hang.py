@@ -41,6 +41,7 @@ class HangDetector:
     def begin(self) -> None:
         """A new membership trains: its ranks have said nothing yet. How long steps take is remembered."""
         self._progress: dict[int, Progress] = {}
+        self.behind: list[int] = []  # of the last hang: ranks that the others wait for, if they are not all
         self._still_s = 0.0
         self._looked_s: float | None = None
 
@@ -87,6 +88,7 @@ class HangDetector:
         first = min(self._progress.values(), key=lambda p: (p.step, p.phase))
         behind = [r for r, p in sorted(self._progress.items()) if (p.step, p.phase) == (first.step, first.phase)]
         where = f"in step {first.step}, {first.phase_name or 'none'}"
+        self.behind = behind if len(behind) < len(self._progress) else []
         if len(behind) == len(self._progress):
             return f"all are {where}"
         return f"rank(s) {behind} are furthest behind, {where}"

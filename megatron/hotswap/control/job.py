@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from . import messages as m
 from .attempt import Saving
@@ -11,8 +11,10 @@ from .config import ControlConfig
 from .decisions import Decision, Log, Send
 from .hang import HangDetector
 from .lease import Lease
+from .loop import LoopBreaker, Resets
 from .membership import Agent
 from .phases import Phase, require_change
+from .quarantine import Quarantine
 from .timeline import Recovery
 
 
@@ -45,8 +47,13 @@ class Job:
         self.deadline_s: float | None = None
         self.spare_deadline_s: float | None = None
         self.lease = Lease(config)
+        self.quarantine = Quarantine(config.quarantine_failures, config.quarantine_window_s)
+        self.loop = LoopBreaker()
+        self.resets = Resets(config.respawn_window_s)
         self.hang = HangDetector(config.hang_factor, config.hang_min_s)
+        self.base = 0  # the generation that the membership began from
         self.newest_step = 0  # completed, as far as was said
+        self.newest_step_known = True  # False: the job was taken up, and how far it came without a coordinator is not known yet
         self.saving: Saving | None = None  # while a generation is being written
         self.save_wanted = False  # by a user
         self.save_text = ""  # how the last one that a user wanted went
@@ -86,9 +93,15 @@ class Job:
             agent.due_s = {worker: due_s + seconds for worker, due_s in agent.due_s.items()}
 
     def _vacant(self) -> list[int]:
-        """Ranks whose member is gone."""
+        """Ranks whose member is gone, or leaves."""
         assert self.membership is not None
-        return [r for r, x in enumerate(self.membership.members) if x.incarnation not in self.agents]
+        staying = {i for i, agent in self.agents.items() if not agent.leaving}
+        return [r for r, x in enumerate(self.membership.members) if x.incarnation not in staying]
+
+    def _usable(self, incarnation: str, rank: int, generations: Iterable[int]) -> frozenset[int]:
+        """Of the generations of a rank that an agent says it has: those that can be restored from, as far as is known."""
+        up_to = self.agents[incarnation].left_up_to if incarnation in self.agents else None
+        return self.commits.usable(incarnation, rank, (g for g in generations if up_to is None or g <= up_to))
 
     def _down(self) -> list[int]:
         """Ranks whose node lives and whose process is being started again."""

@@ -27,6 +27,12 @@ class Agent:
     failed: set[int] = field(default_factory=set)  # workers that failed in recovery `failed_in`, counted from 0
     failed_in: int | None = None
     failed_s: float | None = None  # when a worker last failed
+    unhealthy: dict[str, str] = field(default_factory=dict)  # source -> what it says is wrong with the node
+    leaving: str = ""  # why a spare has taken its ranks although it lives: its memory is a source until the recovery is complete
+    left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # rank that it had -> generations in its own slots
+    left_ranks: frozenset[int] = frozenset()
+    left_dead: frozenset[int] = frozenset()  # of these, whose process is gone or stuck: its agent tells what it has left
+    left_up_to: int | None = None  # what it has of later generations is not of the course that training has taken without it
 
     @property
     def incarnation(self) -> str:
@@ -54,9 +60,25 @@ class Agent:
         return all(rank is None for rank in self.ranks)
 
     @property
+    def free(self) -> bool:
+        """Whether it can take ranks now."""
+        return self.warm and self.spare and not self.unhealthy and not self.leaving
+
+    @property
     def state(self) -> str:
-        """What it does, in a word: holds ranks ("active"), is a warm "spare", or is "starting"."""
-        return ("spare" if self.warm else "starting") if self.spare else "active"
+        """What it does, in a word: holds ranks ("active"), is a warm "spare", is "starting", or "unhealthy" and so gets no ranks."""
+        if not self.spare:
+            return "active"
+        return "unhealthy" if self.unhealthy or self.leaving else "spare" if self.warm else "starting"
+
+    def leave(self, why: str, own: Mapping[int, tuple[int, ...]]) -> None:
+        """It has no ranks any more, though it lives; `own` is what it is known to have of them."""
+        self.leaving = why
+        self.left_ranks = frozenset(rank for rank in self.ranks if rank is not None)
+        self.left_dead = frozenset(rank for worker in self.due_s if (rank := self.ranks[worker]) is not None)
+        self.ranks = [None] * self.join.workers
+        self.due_s.clear()
+        self.left |= own
 
     def start_again(self, worker: int, due_s: float) -> int | None:
         """The worker's process is gone, and another must be warm by then; returns the rank that it has, if any."""

@@ -12,7 +12,7 @@ import msgspec
 
 from ..snapshot.manifest import DurableFile as DurableFile
 
-PROTOCOL = 8
+PROTOCOL = 9
 #: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
 #: Faults of the network between nodes, which the launcher causes: their node is cut off, and cannot be told of the end of it.
@@ -96,6 +96,7 @@ class Join(_Message, frozen=True):
     workers: int
     h2h: str
     domain: str = ""  # what fails together with this node; empty: nothing but itself
+    unhealthy: str = ""  # what its own check at start has found; such a node is not let in, and that is written down
 
 
 class Rejoin(_Message, frozen=True):
@@ -241,6 +242,21 @@ class Finished(_Message, frozen=True):
     rank: int | None
     code: int
     text: str = ""
+
+
+class Unhealthy(_Message, frozen=True):
+    """Something on the node that knows says that it is not fit to train: a device, or the site's health command. `fatal` is evidence
+    enough to give its ranks to a spare; else it is a warning."""
+
+    source: Literal["device", "command"]
+    reason: str
+    fatal: bool = True
+
+
+class HealthyAgain(_Message, frozen=True):
+    """What this source has said before is over."""
+
+    source: Literal["device", "command"]
 
 
 class Note(_Message, frozen=True):
@@ -434,7 +450,8 @@ class Stop(_Message, frozen=True):
 
 FromAgent = (
     Join | Rejoin | WorkerReady | Heartbeat | Acknowledged | Skipped | CopyDamaged | StepDone | WorkerError | WorkerLost | HaltReport
-    | ReplicaReport | Restored | FirstStep | Finished | Note | Stock | SnapshotWritten | GenerationWhole | WriteFailed | Loaded
+    | ReplicaReport | Restored | FirstStep | Finished | Unhealthy | HealthyAgain | Note | Stock | SnapshotWritten | GenerationWhole
+    | WriteFailed | Loaded
 )
 FromCoordinator = (
     Welcome | Refused | Load | Start | Halt | Assign | Respawn | Resume | Commit | Void | SendWhole | TakeStock | WriteSnapshots
@@ -461,4 +478,10 @@ class SaveWanted(_Message, frozen=True):
     """A user asks for a durable generation."""
 
 
-Event = FromAgent | AgentLost | Inject | SaveWanted
+class Release(_Message, frozen=True):
+    """A user lets a node out of quarantine."""
+
+    node: str
+
+
+Event = FromAgent | AgentLost | Inject | SaveWanted | Release

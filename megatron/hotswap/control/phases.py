@@ -24,16 +24,18 @@ CHANGES = {
     (Phase.GATHERING, Phase.LOADING): "enough nodes are warm, and there is a durable generation to go on from",
     (Phase.LOADING, Phase.GATHERING): "a node is lost, or the generation is damaged and an older one is taken",
     (Phase.LOADING, Phase.TRAINING): "every node has filled its slots from the files",
-    (Phase.TRAINING, Phase.HALTING): "a node or a process is lost, a collective failed, or the job hangs",
-    (Phase.HALTING, Phase.HALTING): "another one is lost, or stuck: begin again with what is left",
+    (Phase.TRAINING, Phase.HALTING): "a node or a process is lost or a node is unhealthy, a collective failed, or the job hangs",
+    (Phase.HALTING, Phase.HALTING): "another one is lost, stuck or unhealthy: begin again with what is left",
     (Phase.HALTING, Phase.RESUMING): "every rank has reported: the plan is made",
-    (Phase.RESUMING, Phase.HALTING): "another one is lost, or ranks did not restore in time",
+    (Phase.RESUMING, Phase.HALTING): "another one is lost or unhealthy, or ranks did not restore in time",
     (Phase.RESUMING, Phase.TRAINING): "every rank has restored",
     (Phase.RETURNING, Phase.ENDED): "its user ends the job",
     (Phase.GATHERING, Phase.ENDED): "a worker could not begin",
     (Phase.LOADING, Phase.ENDED): "a worker could not begin, or no durable generation can be loaded",
     (Phase.TRAINING, Phase.ENDED): "training is done, or the program failed",
-    (Phase.HALTING, Phase.ENDED): "no spare in time and the newest generation written (75), nothing to go back to, or the program failed",
+    (Phase.HALTING, Phase.ENDED): (
+        "no spare in time and the newest generation written (75), nothing to go back to, or a failure that comes again"
+    ),
     (Phase.RESUMING, Phase.ENDED): "the program failed, or resuming timed out again and again",
 }
 

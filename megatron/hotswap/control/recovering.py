@@ -32,15 +32,16 @@ class Recovering(Saves):
         """Nodes are gone: fence them. Workers failed on nodes that live: have them started again, or give their nodes up too
         (ladder.py). If that leaves ranks without a process, begin (or begin again) one recovery. The values are the evidence."""
         again, lost = self._by_rung(nodes, workers or {}, now)
+        lost |= self._quarantined_with(lost, now)
         out: list[Decision] = []
         gone, evidence, heard = [], [], now
         for incarnation, why in lost.items():
             agent = self.agents.pop(incarnation)
             self.fenced[incarnation] = why
-            self.revision += 1
             self.replica_reports.pop(incarnation, None)
             out.append(Send(incarnation, m.Refused(f"node {agent.node} was given up: {why}")))
-            out.append(Log("node-lost", f"{agent.node}: {why}", {"node": agent.node, "incarnation": incarnation, "spare": agent.spare}))
+            data = {"node": agent.node, "incarnation": incarnation, "spare": agent.spare and not agent.leaving, "left": bool(agent.leaving)}
+            out.append(Log("node-lost", f"{agent.node}: {why}", data))
             evidence.append(why)
             if self._holds_rank(incarnation):
                 gone.append(agent.node)
@@ -56,11 +57,52 @@ class Recovering(Saves):
             if rank is not None:
                 evidence.append(f"rank {rank}: {why}")
                 down[rank] = agent.node
+        out += self._quarantine_news(now)
+        self.revision += 1
         if not gone and not down:
             return out + orders
         if self.finished:  # some rank is through its whole script, so all have trained to the end
             return out + self._end(0, f"training is done; {gone or sorted(set(down.values()))} were lost after it")
-        return out + self._begin_recovery(gone, evidence, heard, now, down) + orders
+        broken = self._struck(gone, down, evidence)
+        return out + self._stop_if(broken, self._begin_recovery(gone, evidence, heard, now, down) + orders, now)
+
+    def _quarantined_with(self, lost: Mapping[str, str], now: float) -> dict[str, str]:
+        """Count these losses. Where one is once too often for its node, another life of the node that is here already, as a spare, is
+        given up with it."""
+        found: dict[str, str] = {}
+        for incarnation, why in lost.items():
+            agent = self.agents[incarnation]
+            if not agent.leaving:  # else it was judged when its ranks were taken from it
+                self.quarantine.failed(agent.node, incarnation, len(self.recoveries), why, now)
+            found |= self._spares_in_quarantine(agent.node, now)
+        return {incarnation: refusal for incarnation, refusal in found.items() if incarnation not in lost}
+
+    def _spares_in_quarantine(self, node: str, now: float) -> dict[str, str]:
+        """Lives of the node that hold no ranks, each with why it must not have any, if that is so."""
+        refusal = self.quarantine.refusal(node, now)
+        return {a.incarnation: refusal for a in self.agents.values() if a.node == node and a.spare} if refusal else {}
+
+    def _quarantine_news(self, now: float) -> list[Decision]:
+        return [Log("quarantined", self.quarantine.refusal(node, now), {"node": node}) for node in self.quarantine.news()]
+
+    def _struck(self, gone: list[str], down: Mapping[int, str], evidence: list[str]) -> str:
+        """Whether the job stands at a step that fails again and again, in words. What fails before the step is tried again, while all are
+        halted or restored, says nothing about it; nor does a fault on purpose."""
+        failed = {*down, *self._vacant()}
+        tried = self.recovery is not None and failed & self.recovery.restored.keys()
+        counts = self.phase is Phase.TRAINING or (self.phase is Phase.RESUMING and tried)
+        on_purpose = any(self.quarantine.on_purpose(node, len(self.recoveries)) for node in (*gone, *down.values()))
+        if not counts or on_purpose or self._at_the_last_rung:
+            return ""
+        return self._strike(gone, [f"{', '.join(gone)}: {', '.join(evidence)}"] if gone else evidence)
+
+    def _strike(self, swapped: list[str], evidence: list[str]) -> str:
+        """The step fails that the job stands at: why it must stop, in words, or empty."""
+        return self.loop.strike(self.newest_step, swapped, evidence) if self.newest_step_known else ""
+
+    def _stop_if(self, broken: str, recovery: list[Decision], now: float) -> list[Decision]:
+        """The recovery, or the last rung after its halt if the job is not to go on."""
+        return [*recovery, *self._last_rung(Ending(1, broken), now)] if broken else recovery
 
     def _by_rung(
         self, nodes: Mapping[str, str], workers: Mapping[_Worker, str], now: float
@@ -72,6 +114,7 @@ class Recovering(Saves):
             refusal = no_respawn(agent, worker, number, self.recovery is not None, now, self.config.respawn_window_s)
             if self.phase in (Phase.GATHERING, Phase.LOADING):
                 refusal = "nothing has begun that it could go on with"
+            refusal = refusal or self.quarantine.failed(agent.node, incarnation, number, why, now)
             if refusal:
                 lost[incarnation] = f"worker {worker}: {why}; {refusal}"
             else:
@@ -79,9 +122,16 @@ class Recovering(Saves):
         return {key: why for key, why in again.items() if key[0] not in lost}, lost
 
     def _begin_recovery(
-        self, lost: list[str], evidence: list[str], heard: float, now: float, down: Mapping[int, str] | None = None
+        self,
+        lost: list[str],
+        evidence: list[str],
+        heard: float,
+        now: float,
+        down: Mapping[int, str] | None = None,
+        what: str = "",
     ) -> list[Decision]:
-        """Halt everyone. `lost` nodes are gone; `down` are ranks (with their nodes) whose process is started again."""
+        """Halt everyone. `lost` nodes are gone; `down` are ranks (with their nodes) whose process is started again. `what` has happened,
+        if it is none of this."""
         assert self.membership is not None
         over = self.version
         self.version += 1
@@ -102,9 +152,9 @@ class Recovering(Saves):
         self.recovery.evidence += evidence
         self.recovery.respawned |= down or {}
         self.recovery.fresh -= set(down or {})
-        what = [f"lost {lost}"] if lost else []
-        what += [f"lost the process of rank {rank} on {node}" for rank, node in (down or {}).items()]
-        reason = f"{', '.join(what) or f'every node lives, but {evidence[0]}'}: membership {over} is over"
+        losses = [f"lost {lost}"] if lost else []
+        losses += [f"lost the process of rank {rank} on {node}" for rank, node in (down or {}).items()]
+        reason = f"{what or ', '.join(losses) or f'every node lives, but {evidence[0]}'}: membership {over} is over"
         vacant, without = self._vacant(), self._down()
         halt = m.Halt(over, reason, tuple(sorted([*vacant, *without])))
         self.halted = set(self.agents)
@@ -137,9 +187,7 @@ class Recovering(Saves):
         vacant = self._vacant()
         per_node = self.config.ranks_per_node
         members = list(self.membership.members)
-        # A node that came back before its former life was given up must not hold its own replicas: it waits for that verdict.
-        taken = {x.node for x in members if x.incarnation in self.agents}
-        spares = one_per_node(a for a in self.agents.values() if a.warm and a.spare and a.node not in taken)
+        spares = self._free_spares()
         for ranks in (vacant[i : i + per_node] for i in range(0, len(vacant), per_node)):
             if not spares:
                 self.spare_deadline_s = self.spare_deadline_s or now + self.config.wait_for_spare_s
@@ -159,10 +207,18 @@ class Recovering(Saves):
             self.spare_deadline_s = None
         return out
 
+    def _free_spares(self) -> list[Agent]:
+        """A node that came back before its former life was given up must not hold its own replicas: it waits for that verdict."""
+        assert self.membership is not None
+        taken = {x.node for x in self.membership.members if x.incarnation in self.agents}
+        return one_per_node(a for a in self.agents.values() if a.free and a.node not in taken)
+
     # ---- planning and resuming
 
     def _halt_report(self, incarnation: str, event: m.HaltReport, now: float) -> list[Decision]:
         agent = self.agents[incarnation]
+        if event.version == self.version - 1 and agent.leaving:
+            agent.left[event.rank] = event.own
         if event.version != self.version - 1 or event.rank not in agent.ranks or self.recovery is None:
             return []
         # What a process had that is gone, or is being ended, says nothing about the one that is started in its place.
@@ -203,8 +259,10 @@ class Recovering(Saves):
         }
 
     def _unreported(self) -> list[str]:
-        """Members that were told of the halt and have not said yet what replicas they hold. Who joined later holds none."""
-        return [i for i in self._member_agents() if i in self.halted and i not in self.replica_reports]
+        """Members, and nodes that leave, that were told of the halt and have not said yet what replicas they hold. Who joined later holds
+        none."""
+        leaving = [i for i, agent in self.agents.items() if agent.leaving]
+        return [i for i in [*self._member_agents(), *leaving] if i in self.halted and i not in self.replica_reports]
 
     def _resume_overdue(self, now: float) -> list[Decision]:
         """Some ranks did not restore in time. That does not say whose fault it is, since they wait for each other: halt them again;
@@ -234,54 +292,82 @@ class Recovering(Saves):
         if self._unreported():
             return []
         choice = plan.choose(*self._held())
+        if isinstance(choice, str) and (asked := self._ask_leaving(now)) is not None:
+            return asked
         if isinstance(choice, str) and self.durable_generation >= 0:
             return self._end_durable(Ending(75, f"no memory has anything to go back to: {choice}"))
         if isinstance(choice, str):
             return self._end(1, f"nothing to go back to: {choice}")
+        if self._store() is None:
+            first = self.membership.members[0]
+            why = "no rank has a state, and no process is known to serve an unused store for their rendezvous"
+            return self._lose({}, now, {(first.incarnation, first.worker): why})
         return self._resume(choice, now)
+
+    def _ask_leaving(self, now: float) -> list[Decision] | None:
+        """The slots of a node that leaves may have what nobody else has: wait for its workers to tell, then ask its agent what those that
+        are stuck have left. None: all is told."""
+        silent = {i: a for i, a in self.agents.items() if a.leaving and a.left_ranks - a.left.keys()}
+        if silent and self.deadline_s is not None and now <= self.deadline_s:
+            return []
+        unasked = {i: a for i, a in silent.items() if a.left_ranks - a.left.keys() - a.left_dead}
+        if not unasked:
+            return None
+        self.deadline_s = now + self.config.halt_timeout_s
+        for agent in unasked.values():
+            agent.left_dead |= agent.left_ranks - agent.left.keys()
+        return [Send(i, m.TakeStock(self.version)) for i in unasked]
 
     def _held(self) -> tuple[list[plan.Holdings], dict[int, dict[int, list[str]]]]:
         """What every rank and every holder has said to have, less what is known to be damaged: as plan.choose wants it."""
         assert self.membership is not None
         holdings = [
-            plan.Holdings(r.done, r.between_steps, self.commits.usable(member.incarnation, rank, r.own))
+            plan.Holdings(r.done, r.between_steps, self._usable(member.incarnation, rank, r.own))
             for (rank, r), member in zip(sorted(self.halt_reports.items()), self.membership.members, strict=True)
         ]
         replicas: dict[int, dict[int, list[str]]] = {}
-        for incarnation, report in self.replica_reports.items():
-            for rank, generations in report.replicas.items():
-                for generation in self.commits.usable(incarnation, rank, generations):
+        leaving = [(i, agent.left) for i, agent in self.agents.items() if agent.leaving]
+        for incarnation, held in [*((i, report.replicas) for i, report in self.replica_reports.items()), *leaving]:
+            for rank, generations in held.items():
+                for generation in self._usable(incarnation, rank, generations):
                     replicas.setdefault(rank, {}).setdefault(generation, []).append(incarnation)
         return holdings, replicas
 
     def _resume(self, choice: plan.Choice, now: float) -> list[Decision]:
         assert self.membership is not None and self.recovery is not None
-        members = self.membership.members
+        members, store = self.membership.members, self._store()
+        assert store is not None
         holders, worse = place_again(self.config, self.membership, self.agents)
         self.membership = m.Membership(self.version, members, holders)
-        self.sources = choice.fetch
-        sources = {r: tuple(m.Source(i, self.agents[i].join.h2h) for i in held_by) for r, held_by in choice.fetch.items()}
+        # A node that leaves is asked last: it is there, but not fit.
+        self.sources = {r: tuple(sorted(dict.fromkeys(i), key=lambda i: bool(self.agents[i].leaving))) for r, i in choice.fetch.items()}
+        sources = {r: tuple(m.Source(i, self.agents[i].join.h2h) for i in held_by) for r, held_by in self.sources.items()}
         self._enter(Phase.RESUMING)
         self.deadline_s = now + self.config.resume_timeout_s
         self.recovery.planned_s = now
         self.recovery.generation = choice.generation
+        for agent in self.agents.values():
+            if agent.leaving:
+                agent.left_up_to = choice.generation if agent.left_up_to is None else min(agent.left_up_to, choice.generation)
         self.commits.begin_again(choice.generation)
         replaced = tuple(rank for rank, report in sorted(self.halt_reports.items()) if report.done is None)
-        resume = m.Resume(self.membership, choice.generation, self._store(), sources, choice.redo_sections, replaced)
-        self.newest_step = choice.generation
+        resume = m.Resume(self.membership, choice.generation, store, sources, choice.redo_sections, replaced)
+        self.newest_step, self.newest_step_known = choice.generation, True
+        self.base = choice.generation
         data = {"version": self.version, "generation": choice.generation, "fetch": sorted(sources), "holders": holders}
         logs = [*self._saving_unneeded(), Log("plan", choice.reason, data)]
         logs += [Log("placement", worse, {"holders": holders})] if worse else []
         return [*(Send(i, resume) for i in self._member_agents()), *logs]
 
-    def _store(self) -> str:
-        """An unused rendezvous store: that of a rank which had a state when it was halted, else one that a spare served when warm."""
+    def _store(self) -> str | None:
+        """An unused rendezvous store: that of a rank which had a state when it was halted, else one that a spare served when warm. None: a
+        coordinator that has taken the job up does not hear of those again that were in use."""
         assert self.membership is not None
         survivors = [r for r, report in sorted(self.halt_reports.items()) if report.done is not None]
         if survivors:
             return self.halt_reports[survivors[0]].store
         first = self.membership.members[0]
-        return self.agents[first.incarnation].stores[first.worker]
+        return self.agents[first.incarnation].stores.get(first.worker)
 
     def _restored(self, incarnation: str, event: m.Restored, now: float) -> list[Decision]:
         if not self._counts(incarnation, event) or self.membership is None or self.recovery is None:
@@ -305,5 +391,8 @@ class Recovering(Saves):
         if self.phase is not Phase.TRAINING or len(self.recovery.first_step) < len(self.membership.members):
             return []
         done, self.recovery = self.recovery, None
+        self.revision += self.loop.passed((done.generation or 0) + 1)
         self.recoveries.append(done)
-        return [Log("recovered", f"{done.kind} complete", {"recovery": done.time_line(self.version, now)})]
+        recovered = Log("recovered", f"{done.kind} complete", {"recovery": done.time_line(self.version, now)})
+        left = {i: agent.leaving for i, agent in self.agents.items() if agent.leaving}  # not needed any more
+        return [recovered, *self._lose(left, now)]

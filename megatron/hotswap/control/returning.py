@@ -8,10 +8,11 @@ at all, if it trains; with a recovery, if one was under way, if somebody is miss
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 
 from . import messages as m
 from .config import ControlConfig
-from .decided import Decided
+from .decided import Decided, Leaver
 from .decisions import Decision, Log, Send
 from .membership import Agent, refusal_of
 from .phases import Phase
@@ -36,6 +37,7 @@ class Returning(Starting, abc.ABC):
         self._not_back: dict[str, str] = {}  # those that came and were lost again -> evidence
         self._said_early: list[tuple[str, m.Event]] = []  # what they say meanwhile
         self._resumes = False
+        self._leavers: Mapping[str, Leaver] = {}  # nodes that were leaving, by incarnation
         if decided is not None:
             self._take_up(decided, now)
 
@@ -46,21 +48,27 @@ class Returning(Starting, abc.ABC):
         self.newest_step, self.stepped = decided.newest_step, decided.membership is not None
         self.durable_generation, self.durable_folder = decided.durable_generation, decided.durable_folder
         self.tried, self.attempts = decided.tried, decided.attempts
+        self.quarantine.take_up(decided.quarantine)
+        self.loop.take_up(decided.struck)
+        self.resets.take_up(decided.resets)
         if decided.exit_code is not None:
             self.phase, self.exit_code, self.exit_reason = Phase.ENDED, decided.exit_code, decided.exit_reason
         elif self.membership is not None:
             self.phase = Phase.RETURNING
+            self.newest_step_known, self._leavers = False, decided.leaving
             self.deadline_s = now + _RETURN_LEASES * self.config.lease_s
 
     @property
     def decided(self) -> Decided:
         """What the next coordinator needs. `revision` (job.py) says when it has changed."""
         gathering = self.phase in (Phase.GATHERING, Phase.LOADING)
+        training = self.phase is Phase.TRAINING or (self.phase is Phase.RETURNING and self._resumes)
+        leavers = {i: Leaver(a.leaving, tuple(sorted(a.left_ranks)), a.left_up_to) for i, a in self.agents.items() if a.leaving}
         return Decided(
             self.config.run_id,
             self.version,
             None if gathering else self.membership,
-            self.phase is Phase.TRAINING or (self.phase is Phase.RETURNING and self._resumes),
+            training,
             self.start,
             dict(self.fenced),  # it is recorded in another thread, and more may be given up meanwhile
             self.newest_step,
@@ -68,6 +76,10 @@ class Returning(Starting, abc.ABC):
             self.durable_folder,
             self.tried,
             self.attempts,
+            self.quarantine.remembered(None if training else len(self.recoveries)),
+            self.loop.struck,
+            self.resets.all,
+            {**self._leavers, **leavers},
             self.exit_code,
             self.exit_reason,
         )
@@ -75,11 +87,14 @@ class Returning(Starting, abc.ABC):
     # ---- agents come back
 
     def _rejoin(self, incarnation: str, event: m.Rejoin, now: float) -> list[Decision]:
-        out = self._admit(incarnation, event.join, now, f"came back after {event.away_s:.1f} s without a coordinator")
+        mine, leaver = self._ranks_of(incarnation), self._leavers.get(incarnation)
+        needed = bool(mine) or leaver is not None
+        out = self._admit(incarnation, event.join, now, f"came back after {event.away_s:.1f} s without a coordinator", needed)
         agent = self.agents.get(incarnation)
         if agent is None:  # refused
             return out
-        mine = self._ranks_of(incarnation)
+        if leaver is not None:
+            agent.leaving, agent.left_ranks, agent.left_up_to = leaver.why, frozenset(leaver.ranks), leaver.up_to
         for worker, rank in mine.items():
             agent.ranks[worker] = rank
             if event.ranks.get(worker) == rank:
@@ -89,14 +104,16 @@ class Returning(Starting, abc.ABC):
             # would take what it has there for its rank's.
             folder = self.config.durable.begin[self.tried :][:1]
             out += [Send(incarnation, m.Load(self.version, self.config.durable.root, x.folder, {})) for x in folder]
-        if self.phase is not Phase.RETURNING or not mine:
+        if self.phase is not Phase.RETURNING or not needed:
             return out
-        self._back[incarnation] = event
-        self._not_back.pop(incarnation, None)
+        if mine:
+            self._back[incarnation] = event
+            self._not_back.pop(incarnation, None)
         return out + self._go_on_returning(now)
 
-    def _admit(self, incarnation: str, join: m.Join, now: float, how: str) -> list[Decision]:
-        refusal = refusal_of(join, self.config)
+    def _admit(self, incarnation: str, join: m.Join, now: float, how: str, needed: bool = False) -> list[Decision]:
+        """Let an agent in, or say why not. Who is `needed` has ranks, or snapshots of them: it is judged by what it says of itself now."""
+        refusal = refusal_of(join, self.config) or ("" if needed else self._unfit(join, now))
         if refusal:
             return [Send(incarnation, m.Refused(refusal)), Log("refused", refusal, {"node": join.node})]
         self.agents[incarnation] = Agent(join, now, ranks=[None] * join.workers)
@@ -125,8 +142,11 @@ class Returning(Starting, abc.ABC):
         assert self.membership is not None and self.deadline_s is not None
         members = dict.fromkeys(x.incarnation for x in self.membership.members)
         missing = [i for i in members if i not in self._back]
-        if missing and now <= self.deadline_s:
+        # In a recovery the memory of nodes that leave may be needed. After it, they are only told that it is over.
+        leavers = [i for i in self._leavers if i not in self.agents and not self._resumes]
+        if (missing or leavers) and now <= self.deadline_s:
             return []
+        self._leavers = {}
         self._enter(Phase.TRAINING)
         self.deadline_s = None
         here = f"{len(self._back)} of {len(members)} agents are here"
@@ -135,7 +155,7 @@ class Returning(Starting, abc.ABC):
         unheard = self._unheard_start() if self._resumes and self.start is not None else []
         unassigned = self._unassigned(now) if not unheard else {}
         out += unheard
-        lost, evidence = self._give_up(missing, out)
+        lost, evidence = self._give_up(missing, out, now)
         stopped = [self.agents[i].node for i, event in self._back.items() if event.halted]
         evidence += [f"{node} had stopped its ranks, for want of a coordinator" for node in stopped]
         if not self._resumes:
@@ -143,6 +163,8 @@ class Returning(Starting, abc.ABC):
         if evidence or unassigned:
             evidence = evidence or [f"{sorted(unassigned.values())} have no process"]
             out += self._begin_recovery(lost, evidence, now, now, unassigned)
+        else:
+            out += self._lose({i: agent.leaving for i, agent in self.agents.items() if agent.leaving}, now)
         early, self._said_early = self._said_early, []
         for incarnation, said in early:
             if incarnation in self.agents and self.exit_code is None:
@@ -169,8 +191,9 @@ class Returning(Starting, abc.ABC):
                     down[rank] = agent.node
         return down
 
-    def _give_up(self, missing: list[str], out: list[Decision]) -> tuple[list[str], list[str]]:
-        """Fence who has not come back. Returns the nodes and the evidence."""
+    def _give_up(self, missing: list[str], out: list[Decision], now: float) -> tuple[list[str], list[str]]:
+        """Fence who has not come back. Returns the nodes and the evidence. Such a failure counts against its node, and not against the
+        step that the job stands at: nobody knows yet which that is."""
         assert self.membership is not None
         nodes, evidence = [], []
         of = {x.incarnation: x.node for x in self.membership.members}
@@ -178,10 +201,12 @@ class Returning(Starting, abc.ABC):
             why = self._not_back.get(incarnation, f"it was not heard within {_RETURN_LEASES} leases of the coordinator's return")
             self.agents.pop(incarnation, None)
             self.fenced[incarnation] = why
-            data = {"node": of[incarnation], "incarnation": incarnation, "spare": False}
+            data = {"node": of[incarnation], "incarnation": incarnation, "spare": False, "left": False}
             out.append(Log("node-lost", f"{of[incarnation]}: {why}", data))
+            self.quarantine.failed(of[incarnation], incarnation, len(self.recoveries), why, now)
             nodes.append(of[incarnation])
             evidence.append(why)
+        twins = {i: why for node in nodes for i, why in self._spares_in_quarantine(node, now).items()}
+        out += self._lose(twins, now)
         self._back = {i: event for i, event in self._back.items() if i in self.agents}
-        self.revision += 1
         return nodes, evidence

@@ -13,6 +13,8 @@ from . import messages as m
 
 _GENERATION_MAX = 1 << 62
 _NAME_CHARS_MAX = 255
+#: Of what a node says of its own health.
+REASON_CHARS_MAX = 500
 #: Names become parts of file names and of lines that a terminal shows.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _ADDRESS = re.compile(r"[A-Za-z0-9._-]{1,255}:[0-9]{1,5}")
@@ -37,6 +39,8 @@ def nonsense(event: m.Event, world_size: int, workers: int) -> str:
         wrong += [f"step {p.step}" for p in event.progress.values() if not 0 <= p.step < _GENERATION_MAX][:1]
     if isinstance(event, m.ReplicaReport):
         wrong += [f"rank {r} of {world_size}" for r in event.replicas if not 0 <= r < world_size][:1]
+    if isinstance(event, m.Unhealthy) and len(event.reason) > REASON_CHARS_MAX:
+        wrong.append(f"a reason of {len(event.reason)} characters")
     for name in ("generation", "done", "step", "bytes_restored", "steps_rerun"):
         number = getattr(event, name, None)
         if number is not None and not -1 <= number < _GENERATION_MAX:
@@ -56,6 +60,8 @@ def _of_join(event: m.Join) -> str:
     ]
     if not _ADDRESS.fullmatch(event.h2h):
         wrong.append(f"address {event.h2h[:_NAME_CHARS_MAX]!r}")
+    if len(event.unhealthy) > REASON_CHARS_MAX:
+        wrong.append(f"a reason of {len(event.unhealthy)} characters")
     if len(event.domain) > _NAME_CHARS_MAX or not event.domain.isprintable():
         wrong.append(f"failure domain {event.domain[:_NAME_CHARS_MAX]!r}")
     return ", ".join(wrong)

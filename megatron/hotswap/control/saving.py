@@ -99,7 +99,7 @@ class Saves(Job):
         if unneeded:
             return unneeded
         stock = {
-            i: {rank: self.commits.usable(i, rank, generations) for rank, generations in held.items()}
+            i: {rank: self._usable(i, rank, generations) for rank, generations in held.items()}
             for i, held in saving.stock.items()
             if i in self.agents
         }

@@ -13,9 +13,9 @@ from ..recovery.plan import DurableFolder
 from ..replication import placement
 from . import messages as m
 from .decisions import Decision, Log, Send
+from .health import Health
 from .membership import Agent, give_ranks, one_per_node, start_log
 from .phases import Phase
-from .recovering import Recovering
 
 #: How often it is said whom the job waits for.
 _SAID_EVERY_S = 30.0
@@ -31,14 +31,14 @@ class Loading:
     said_s: float = 0.0
 
 
-class Starting(Recovering):
+class Starting(Health):
     """Control (state.py) calls it with the events."""
 
     loading: Loading | None = None
     tried = 0  # durable generations that could not be loaded
 
     def _try_start(self, now: float) -> list[Decision]:
-        warm = one_per_node(a for a in self.agents.values() if a.warm)
+        warm = one_per_node(a for a in self.agents.values() if a.warm and not a.unhealthy)
         if len(warm) < self.config.nodes:
             said = f"{len(warm)} of {self.config.nodes} nodes are ready"
             if said == self.said_waiting:
@@ -132,6 +132,7 @@ class Starting(Recovering):
     def _start(self, membership: m.Membership, generation: int | None) -> list[Decision]:
         self.membership, self.loading = membership, None
         self._enter(Phase.TRAINING)
+        self.base = generation or 0
         if generation is not None:
             self.commits.begin_again(generation)
             self.newest_step, self.durable_generation = generation, generation

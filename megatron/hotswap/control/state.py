@@ -41,7 +41,7 @@ class Control(Returning):
                 agent.last_heard_s = now
         elif incarnation in self.fenced and not isinstance(event, m.AgentLost):
             return [Send(incarnation, m.Refused(f"this agent was fenced: {self.fenced[incarnation]}"))]
-        elif not isinstance(event, m.Join | m.Rejoin | m.AgentLost | m.Inject | m.SaveWanted):
+        elif not isinstance(event, m.Join | m.Rejoin | m.AgentLost | m.Inject | m.SaveWanted | m.Release):
             return [Send(incarnation, m.Refused("not joined: the first message must be Join"))]
         handler = _TRANSITIONS.get((self.phase, type(event)))
         if handler is None:
@@ -75,7 +75,9 @@ class Control(Returning):
         elif self.phase in (Phase.TRAINING, Phase.RESUMING):
             out += self._judge_errors(now)
         if self.phase is Phase.TRAINING and not self.finished and (evidence := self.hang.look(self.config.grid.world_size, now)):
-            out += self._begin_recovery([], [evidence], now, now)
+            out += self._reset(self.hang.behind, evidence, now, now)
+        if self.exit_code is None:
+            out += self._replace_unhealthy(now)
         return out if self.exit_code is not None else out + self._go_on_saving(now)
 
     def stop(self, code: int, reason: str) -> list[Decision]:
@@ -167,12 +169,12 @@ class Control(Returning):
         first_s, first = min(self.errors.values(), key=lambda e: e[0])
         if now - first_s <= self.config.lease_s + 2 * self.config.heartbeat_interval_s:
             return []
-        return self._begin_recovery([], [f"rank {first.rank}: {first.text}"], first_s, now)
+        return self._reset(self.errors.keys(), f"rank {first.rank}: {first.text}", first_s, now)
 
     def _worker_lost(self, incarnation: str, event: m.WorkerLost, now: float) -> list[Decision]:
         if not 0 <= event.worker < self.agents[incarnation].join.workers:
             return []
-        if self._at_the_last_rung:  # its agent has what it left
+        if self._at_the_last_rung or self.agents[incarnation].leaving:  # its agent has what it left
             data = {"worker": event.worker, "rank": None}
             return [Log("worker-lost", f"worker {event.worker}: {event.evidence}; it is not needed any more", data)]
         return self._lose({}, now, {(incarnation, event.worker): event.evidence})
@@ -181,7 +183,7 @@ class Control(Returning):
         return self._lose({incarnation: event.evidence}, now) if incarnation in self.agents else []
 
     def _finished(self, incarnation: str, event: m.Finished, now: float) -> list[Decision]:
-        if event.code != 0 and self._at_the_last_rung:
+        if event.code != 0 and (self._at_the_last_rung or self.agents[incarnation].leaving):
             return []
         node = self.agents[incarnation].node
         who = f"rank {event.rank}" if event.rank is not None else f"worker {event.worker}"
@@ -209,7 +211,15 @@ class Control(Returning):
         return [Send(incarnation, m.Stop(1 if self.exit_code is None else self.exit_code, self.exit_reason))]
 
     def _inject(self, incarnation: str, event: m.Inject, now: float) -> list[Decision]:
-        return arm(event.injection, self.agents.values())
+        decisions = arm(event.injection, self.agents.values())
+        if any(isinstance(d, Log) and d.kind == "inject-refused" for d in decisions):
+            return decisions
+        if event.injection.action == "fail-collective":  # nobody is lost
+            self.resets.expect()
+        elif event.injection.action != "plug":
+            self.quarantine.expect(event.injection.node)
+            self.revision += 1
+        return decisions
 
     def _note(self, incarnation: str, event: m.Note, now: float) -> list[Decision]:
         return [Log(event.kind, event.text, {"node": self.agents[incarnation].node})]
@@ -220,7 +230,9 @@ class Control(Returning):
 
     def _step_done(self, incarnation: str, event: m.StepDone, now: float) -> list[Decision]:
         self.stepped = True  # the service records the rest
-        self.newest_step = max(self.newest_step, event.record.step)
+        if event.record.step > self.newest_step:
+            self.newest_step, self.newest_step_known = event.record.step, True
+        self.revision += self.loop.passed(self.newest_step)  # once, after the step has failed
         self.hang.step_done(event.record.seconds)
         return []
 
@@ -250,10 +262,13 @@ _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.FirstStep): Control._first_step for p in (Phase.TRAINING, Phase.RESUMING)},
     **{(p, m.WorkerError): Control._worker_error for p in _STARTED},
     **{(p, m.SaveWanted): Control._save_wanted for p in _LIVE},
+    **{(p, m.Unhealthy): Control._unhealthy for p in _LIVE},
+    **{(p, m.HealthyAgain): Control._healthy_again for p in _LIVE},
+    **{(p, m.Release): Control._release for p in _LIVE},
     **{(p, m.SnapshotWritten): Control._snapshot_written for p in _STARTED},
     **{(p, m.WriteFailed): Control._write_failed for p in _STARTED},
     **{(p, m.GenerationWhole): Control._generation_whole for p in _STARTED},
-    (Phase.HALTING, m.Stock): Control._stock,
+    (Phase.HALTING, m.Stock): Control._stock_or_left,
     (Phase.LOADING, m.Loaded): Control._loaded,
     (Phase.HALTING, m.HaltReport): Control._halt_report,
     (Phase.HALTING, m.ReplicaReport): Control._replica_report,

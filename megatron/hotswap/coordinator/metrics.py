@@ -7,7 +7,6 @@ library's thread. That thread only copies containers whole, which Python does in
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -17,6 +16,7 @@ from ..control.messages import StepRecord
 from ..control.state import Control, Phase
 from ..errors import UsageError
 from ..metrics.endpoint import Numbers, forget
+from . import clock
 from .recorder import Recorder
 
 _STEP_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300)
@@ -29,7 +29,7 @@ _WRITES = {"durable": "whole", "write-failed": "failed"}
 class Metrics(Numbers):
     """One per coordinator."""
 
-    def __init__(self, control: Control, recorder: Recorder, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, control: Control, recorder: Recorder, clock: Callable[[], float] = clock.now) -> None:
         super().__init__()
         self._control, self._recorder, self._clock = control, recorder, clock
         self._counted = 0  # recoveries
@@ -103,7 +103,7 @@ class Metrics(Numbers):
 
     def _nodes(self) -> Iterator[Metric]:
         now, agents = self._clock(), list(self._control.agents.values())
-        states = {"active": 0, "spare": 0, "starting": 0}
+        states = {"active": 0, "spare": 0, "starting": 0, "unhealthy": 0}
         ages = GaugeMetricFamily("deadpool_heartbeat_age_seconds", "Since the agent was last heard.", labels=["node"])
         for agent in agents:
             states[agent.state] += 1

@@ -60,7 +60,6 @@ class Recorder:
         mode = "a" if again else "w"
         self._steps: TextIO = open(run_dir / "steps.jsonl", mode, buffering=1)  # noqa: SIM115 - closed by close()
         self._events: TextIO = open(run_dir / "events.jsonl", mode, buffering=1)  # noqa: SIM115
-        self._clock_offset = time.time() - time.monotonic()
 
     def _take_up(self) -> None:
         """Count what stands in the files. A line that was cut off while it was written is removed."""
@@ -137,10 +136,10 @@ class Recorder:
 
     def _recovery(self, line: dict[str, Any]) -> dict[str, Any]:
         """The core's time line, in the units of the summary, counted from the fault where its time is known."""
-        detected = line["detected_s"] + self._clock_offset
+        detected = line["detected_s"]
         struck = last_strike(self.run_dir, line["nodes_struck"], detected)
         since = "fault" if struck is not None else "last sign of life"
-        began = struck if struck is not None else line["last_heard_s"] + self._clock_offset
+        began = struck if struck is not None else line["last_heard_s"]
         # The median: the first steps of a process, and those that evaluate or save in between, are not normal ones.
         normal = statistics.median(self._recent_s) if self._recent_s else 0.0
         later = ("halt_s", "plan_s", "rebuild_s", "restore_s", "first_step_s")

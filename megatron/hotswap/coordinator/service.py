@@ -17,7 +17,7 @@ from ..control.sanity import nonsense
 from ..control.state import Control, ControlConfig, Decision, Log, Phase, Send
 from ..errors import Malformed, UsageError
 from ..security import files as credentials
-from . import wire
+from . import clock, wire
 from .recorder import Recorder
 from .records_first import RecordsFirst
 from .status import status_of
@@ -57,7 +57,7 @@ class Coordinator:
         self, config: ControlConfig, run_dir: Path, store: Store, decided: Decided | None, faults: list[Scheduled] | None = None
     ) -> None:
         """`store` is led by this process; `decided` is what it had of a coordinator before this one, whose job is taken up."""
-        self.control = Control(config, decided, time.monotonic())
+        self.control = Control(config, decided, clock.now())
         self.recorder = Recorder(run_dir, again=decided is not None)
         self._store = store
         self._first = RecordsFirst(self.control, store, self._carry_out, self.stand_by)
@@ -185,7 +185,7 @@ class Coordinator:
             yield m.Refused(f"{incarnation} is connected already; every life of an agent has a name of its own")
             return
         caller = self._callers[incarnation] = _Caller()
-        self._apply(self.control.handle(incarnation, first, time.monotonic()))
+        self._apply(self.control.handle(incarnation, first, clock.now()))
         node = first.join.node if isinstance(first, m.Rejoin) else first.node
         reader = asyncio.get_running_loop().create_task(self._read(incarnation, node, requests, caller))
         try:
@@ -197,7 +197,7 @@ class Coordinator:
             reader.cancel()
             self._callers.pop(incarnation, None)
             if not self.deposed:
-                self._apply(self.control.handle(incarnation, m.AgentLost(caller.evidence), time.monotonic()))
+                self._apply(self.control.handle(incarnation, m.AgentLost(caller.evidence), clock.now()))
 
     async def _first_word(self, requests: AsyncIterator[bytes], context: Any) -> m.Join | m.Rejoin | str:
         """What a caller says first; in words, if that does not let it in."""
@@ -241,7 +241,7 @@ class Coordinator:
                     self._arm_due(message.record.step)
                 elif isinstance(message, m.Acknowledged):
                     self.recorder.copied(message)
-                self._apply(self.control.handle(incarnation, message, time.monotonic()))
+                self._apply(self.control.handle(incarnation, message, clock.now()))
         caller.outbox.put_nowait(refusal)
 
     def _refuse(self, why: str, who: str) -> m.Refused:
@@ -256,13 +256,13 @@ class Coordinator:
             ask = channel.unary_unary(f"/{wire.SERVICE}/{wire.COMMAND}", request_serializer=wire.encode)
             while True:
                 await asyncio.sleep(_TICK_S)
-                if self.control.lease.doubtful(self.control.agents.values(), time.monotonic()):
+                if self.control.lease.doubtful(self.control.agents.values(), clock.now()):
                     with contextlib.suppress(grpc.aio.AioRpcError):  # it hears nothing at all: then nothing is waited for
                         await ask(wire.Command(), timeout=_HEARING_TIMEOUT_S)
                 if lost := self._store.lost:
                     return self.stand_by(lost)
                 if not self._first.waiting:
-                    self._apply(self.control.tick(time.monotonic()))
+                    self._apply(self.control.tick(clock.now()))
 
     def _apply(self, decisions: list[Decision]) -> None:
         """What is decided is recorded, then carried out."""
@@ -291,7 +291,7 @@ class Coordinator:
         self.notices.append(said)
         if said.kind == "durable" and self.control.exit_code is not None:  # what came after it is not there any more
             self.recorder.rolled_back(said.data["generation"])
-        elif said.kind == "node-lost":
+        elif said.kind in ("node-lost", "released"):  # a launcher may bring either back
             self.lost_nodes.put_nowait(said.data["node"])
         elif said.kind in m.CABLE_FAULTS and self.cables is not None:
             self.cables.put_nowait((said.kind, said.data["node"]))
@@ -307,7 +307,7 @@ class Coordinator:
             fault = self._faults.pop(0)
             member = membership.members[fault.rank]
             injection = m.Injection(fault.action, fault.scope, member.node, member.worker, fault.at_step, fault.phase)  # type: ignore[arg-type]
-            self._apply(self.control.handle("", m.Inject(injection), time.monotonic()))
+            self._apply(self.control.handle("", m.Inject(injection), clock.now()))
 
     # ---- users
 
@@ -324,11 +324,12 @@ class Coordinator:
             return wire.Status(False, "the nodes of this job share one network: start it with --separate-networks to have cables to pull")
         text = ""
         wanted: list[m.Event] = [m.Inject(command.injection)] if command.injection is not None else []
+        wanted += [m.Release(command.release)] if command.release is not None else []
         for event in [*wanted, *([m.SaveWanted()] if command.save else [])]:
-            decisions = self.control.handle("", event, time.monotonic())
+            decisions = self.control.handle("", event, clock.now())
             self._apply(decisions)
             said = [d for d in decisions if isinstance(d, Log)]
             text = "; ".join(d.reason for d in said)
-            if any(d.kind in ("inject-refused", "save-refused") for d in said):
+            if any(d.kind in ("inject-refused", "save-refused", "release-refused") for d in said):
                 return wire.Status(False, text)
-        return status_of(self.control, self.recorder, time.monotonic(), text, command.detail, self._metrics_at)
+        return status_of(self.control, self.recorder, clock.now(), text, command.detail, self._metrics_at)

@@ -10,6 +10,7 @@ from .recorder import Recorder
 RANKS_MAX, AGENTS_MAX = 16384, 8192
 RECOVERIES_MAX = 10
 _REASONS_MAX, _REASON_CHARS_MAX = 8, 300
+_QUARANTINED_MAX = 200
 
 
 def status_of(control: Control, recorder: Recorder, now: float, text: str = "", detail: bool = False, metrics: str = "") -> wire.Status:
@@ -47,6 +48,7 @@ def status_of(control: Control, recorder: Recorder, now: float, text: str = "", 
         agents=_agents(control, now) if detail else [],
         lost=[wire.LostStatus(t, node, reason[:_REASON_CHARS_MAX]) for t, node, reason in recorder.lost] if detail else [],
         recoveries=_recoveries(recorder) if detail else [],
+        quarantined=_quarantined(control, now) if detail else {},
     )
 
 
@@ -66,6 +68,11 @@ def _ranks(control: Control) -> list[wire.RankStatus]:
 def _agents(control: Control, now: float) -> list[wire.NodeStatus]:
     agents = list(control.agents.values())[:AGENTS_MAX]
     return [wire.NodeStatus(agent.node, agent.state, round(max(0.0, now - agent.last_heard_s), 3)) for agent in agents]
+
+
+def _quarantined(control: Control, now: float) -> dict[str, str]:
+    held = list(control.quarantine.all(now).items())[:_QUARANTINED_MAX]
+    return {node: reason[:_REASON_CHARS_MAX] for node, reason in held}
 
 
 def _recoveries(recorder: Recorder) -> list[wire.RecoveryStatus]:

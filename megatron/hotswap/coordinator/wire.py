@@ -40,6 +40,7 @@ class Command(msgspec.Struct, frozen=True):
 
     injection: m.Injection | None = None
     save: bool = False  # write a durable generation
+    release: str | None = None  # a node, from quarantine
     detail: bool = False  # the lists of the status too
 
 
@@ -58,7 +59,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """A node that is here."""
 
     node: str
-    state: str  # active, spare or starting
+    state: str  # active, spare, starting or unhealthy
     heard_s: float  # since it was last heard
 
 
@@ -113,6 +114,7 @@ class Status(msgspec.Struct, frozen=True):
     agents: list[NodeStatus] = []
     lost: list[LostStatus] = []  # the last ones
     recoveries: list[RecoveryStatus] = []  # the last ones
+    quarantined: dict[str, str] = {}  # node -> why, and until when
 
 
 class _OldJoin(msgspec.Struct):
