@@ -61,9 +61,9 @@ class Checkers:
             require("failed in step" not in control.exit_reason, "ladder", f"one error ended the job: {control.exit_reason}")
         self.program_errors[which] = event.rank, event.version
 
-    def on_assign(self, control: Any, node: str) -> None:
-        """A spare has been given ranks."""
-        refusal = control.quarantine.refusal(node, self.world.clock.now)
+    def on_assign(self, control: Any, node: str, now: float) -> None:
+        """A spare has been given ranks, when the coordinator's clock said so."""
+        refusal = control.quarantine.refusal(node, now)
         require(not refusal, "quarantine", f"{node} was given ranks: {refusal}")
         sick = [a.incarnation for a in control.agents.values() if a.node == node and not a.spare and (a.unhealthy or a.leaving)]
         require(not sick, "health", f"{sick} was given ranks although it is unhealthy")

@@ -205,7 +205,7 @@ class World:
                 if decision.kind == "resumed" and life is self.coordinators.leader:  # another one's is never recorded
                     self.checkers.on_resumed()
                 elif decision.kind == "assign":
-                    self.checkers.on_assign(life.control, decision.data["node"])
+                    self.checkers.on_assign(life.control, decision.data["node"], life.clock.now)
                 elif decision.kind == "plan" and life is self.coordinators.leader:
                     self.checkers.on_plan(life.control)
 

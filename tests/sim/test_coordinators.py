@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from sim_coordinator import Records
 from sim_driver import World, simulate
-from test_simulation import PLANTED_WITHIN, SCHEDULES
+from test_simulation import PLANTED_WITHIN, SCHEDULES, nothing_breaks
 from violation import Violation, require
 
 from megatron.hotswap.agent import retold
@@ -24,10 +24,9 @@ from megatron.hotswap.coordinator.records_first import InOrder
 
 def only_coordinators_are_lost(world):
     """Weather in which coordinators are lost, stand still, or record slowly, and nothing else happens."""
-    world.faults_left = world.network.splits_left = 0
-    world.pauses, world.coordinators.losses_left = False, 2
-    for folder in world.disk.folders.values():
-        folder.damaged.clear()
+    slow = world.records.slow
+    nothing_breaks(world)
+    world.pauses, world.coordinators.losses_left, world.records.slow = False, 2, slow
 
     original = World.run
 
