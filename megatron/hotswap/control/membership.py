@@ -20,6 +20,7 @@ class Agent:
 
     join: Join
     last_heard_s: float
+    answered_s: float = float("-inf")  # when its heartbeat was last answered
     stores: dict[int, str] = field(default_factory=dict)  # worker -> unused rendezvous store
     ready: set[int] = field(default_factory=set)  # workers that are warm
     ranks: list[int | None] = field(default_factory=list)

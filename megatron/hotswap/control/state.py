@@ -225,7 +225,11 @@ class Control(Returning):
         return [Log(event.kind, event.text, {"node": self.agents[incarnation].node})]
 
     def _heartbeat(self, incarnation: str, event: m.Heartbeat, now: float) -> list[Decision]:
-        self.hang.heard({r: p for r, p in event.progress.items() if r in self.agents[incarnation].ranks})
+        agent = self.agents[incarnation]
+        self.hang.heard({r: p for r, p in event.progress.items() if r in agent.ranks})
+        if now - agent.answered_s < self.config.lease_s * _ANSWERED_LEASES:
+            return []
+        agent.answered_s = now
         return [Send(incarnation, m.Alive())]
 
     def _step_done(self, incarnation: str, event: m.StepDone, now: float) -> list[Decision]:
@@ -237,6 +241,9 @@ class Control(Returning):
         return []
 
 
+#: Of a lease: heartbeats that come sooner after an answer get none. A lease outlasts three heartbeats, so an agent hears something within
+#: two thirds of one, and the coordinator of thousands says half as much.
+_ANSWERED_LEASES = 1 / 3
 _Handler = Callable[[Control, str, Any, float], list[Decision]]
 _LIVE = (Phase.RETURNING, Phase.GATHERING, Phase.LOADING, Phase.TRAINING, Phase.HALTING, Phase.RESUMING)
 _STARTED = _LIVE[3:]
