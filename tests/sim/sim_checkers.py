@@ -48,10 +48,14 @@ class Checkers:
         if before is not None:
             require(self.before_event(incarnation) == before, "guarantee 1", f"an event of the fenced agent {incarnation} changed the job")
 
-    def on_program_error(self, event: m.WorkerError) -> None:
-        """The coordinator has heard of an exception that no communication raised: the same one twice is the program's, once is not."""
+    def on_program_error(self, event: m.WorkerError, held: bool) -> None:
+        """The coordinator has heard of an exception that no communication raised: the same one twice is the program's, once is not. Those
+        that are `held` until it goes on say nothing yet."""
         control = self.world.control
         which = event.step, event.text
+        if held:
+            self.program_errors.setdefault(which, (event.rank, event.version))
+            return
         if self.program_errors.get(which) == (event.rank, event.version):
             return  # it has only arrived again
         if which in self.program_errors:

@@ -89,13 +89,13 @@ class Life:
             return
         checkers, leads = self.world.checkers, self.world.coordinators.leader is self
         before = checkers.before_event(incarnation) if leads else None
-        over = self.control.version - (self.control.phase is Phase.HALTING)
+        over, held = self.control.version - (self.control.phase is Phase.HALTING), self.control.phase is Phase.RETURNING
         decisions = self.control.handle(incarnation, event, self.clock.now)
         if leads:
             checkers.after_event(incarnation, before)
             leaves = incarnation in self.control.agents and self.control.agents[incarnation].leaving  # what fails on it is put down to it
             if isinstance(event, m.WorkerError) and not event.collective and before is None and event.version == over and not leaves:
-                checkers.on_program_error(event)
+                checkers.on_program_error(event, held)
         self._take(decisions)
 
     def tick(self) -> None:

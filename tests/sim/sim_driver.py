@@ -200,11 +200,13 @@ class World:
 
     def on_decided(self, life: Life, decisions: list[Any]) -> None:
         """A coordinator has decided this, and nobody knows."""
+        # What was held back until now may tell of a node that was given ranks a moment before.
+        fell = {d.data["node"] for d in decisions if isinstance(d, Log) and d.kind == "quarantined"}
         for decision in decisions:
             if isinstance(decision, Log):
                 if decision.kind == "resumed" and life is self.coordinators.leader:  # another one's is never recorded
                     self.checkers.on_resumed()
-                elif decision.kind == "assign":
+                elif decision.kind == "assign" and decision.data["node"] not in fell:
                     self.checkers.on_assign(life.control, decision.data["node"], life.clock.now)
                 elif decision.kind == "plan" and life is self.coordinators.leader:
                     self.checkers.on_plan(life.control)
