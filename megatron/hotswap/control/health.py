@@ -73,11 +73,12 @@ class Health(Recovering):
             self.quarantine.put(agent.node, why[agent.incarnation], now)
         nodes = [a.node for a in leaving]
         # Another life of such a node may be here already, as a spare.
-        twins = self._lose({i: why for node in nodes for i, why in self._spares_in_quarantine(node, now).items()}, now)
+        twins = {i: refusal for node in nodes for i, refusal in self._spares_in_quarantine(node, now).items()}
+        lost = self._lose(twins, now) if twins else []
         what = "; ".join(f"{a.node} is replaced: {a.leaving}" for a in leaving)
         recovery = self._begin_recovery(nodes, [a.leaving for a in leaving], now, now, what=what)
         asked = [Send(a.incarnation, m.TakeStock(self.version)) for a in leaving if a.left_dead]
-        return [*twins, *recovery, *asked, *self._quarantine_news(now)]
+        return [*lost, *recovery, *asked, *self._quarantine_news(now)]
 
     def _stock_or_left(self, incarnation: str, event: m.Stock, now: float) -> list[Decision]:
         """At the last rung what everyone could write; from a node that leaves, what its dead processes have left in its slots."""

@@ -80,7 +80,7 @@ class Recovering(Saves):
     def _spares_in_quarantine(self, node: str, now: float) -> dict[str, str]:
         """Lives of the node that hold no ranks, each with why it must not have any, if that is so."""
         refusal = self.quarantine.refusal(node, now)
-        return {a.incarnation: refusal for a in self.agents.values() if a.node == node and a.spare} if refusal else {}
+        return {a.incarnation: refusal for a in self.agents.values() if a.node == node and a.spare and not a.leaving} if refusal else {}
 
     def _quarantine_news(self, now: float) -> list[Decision]:
         return [Log("quarantined", self.quarantine.refusal(node, now), {"node": node}) for node in self.quarantine.news()]

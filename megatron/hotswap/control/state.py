@@ -180,7 +180,14 @@ class Control(Returning):
         return self._lose({}, now, {(incarnation, event.worker): event.evidence})
 
     def _agent_lost(self, incarnation: str, event: m.AgentLost, now: float) -> list[Decision]:
-        return self._lose({incarnation: event.evidence}, now) if incarnation in self.agents else []
+        if incarnation not in self.agents:
+            return []
+        begun = self.phase not in (Phase.GATHERING, Phase.LOADING)
+        out = self._lose({incarnation: event.evidence}, now)
+        if begun:
+            return out
+        del self.fenced[incarnation]  # nothing depends on it yet: if it was the connection alone, it may come back
+        return [d for d in out if not isinstance(d, Send) or d.incarnation != incarnation]
 
     def _finished(self, incarnation: str, event: m.Finished, now: float) -> list[Decision]:
         if event.code != 0 and (self._at_the_last_rung or self.agents[incarnation].leaving):
