@@ -81,8 +81,8 @@ def test_a_coordinator_that_stands_still_gives_nobody_up():
     """On a machine with more to do than cores it stands still again and again; nothing else happens, so nobody may be lost."""
 
     def only_pauses(world):
-        world.pauses = True
         nothing_breaks(world)
+        world.pauses = True
 
     for seed in range(SCHEDULES // 10):
         outcome = simulate(seed, only_pauses)
@@ -91,7 +91,7 @@ def test_a_coordinator_that_stands_still_gives_nobody_up():
 
 def nothing_breaks(world):
     """What a test adds to a schedule is all that happens in it."""
-    world.faults_left, world.sick_chance, world.respawns_fail = 0, 0.0, False
+    world.faults_left, world.sick_chance, world.respawns_fail, world.pauses = 0, 0.0, False, False
     world.coordinators.losses_left = world.network.splits_left = 0
     world.records.slow = 0.0
     for folder in world.disk.folders.values():

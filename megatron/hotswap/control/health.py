@@ -91,6 +91,8 @@ class Health(Recovering):
 
     def _reset(self, blamed: Collection[int], evidence: str, heard: float, now: float) -> list[Decision]:
         """Rung 1; or 3, if resets have pointed to one node again and again. `blamed` are the ranks that stand out, if not all do."""
+        if self.finished:  # as in _lose: who is through its script does not answer a halt any more
+            return self._end(0, f"training is done; {evidence} came after it")
         if self.quarantine.expecting or self.resets.on_purpose():
             return self._begin_recovery([], [evidence], heard, now)
         nodes = {a.node: a for a in self._agents_of(blamed)}
