@@ -32,7 +32,7 @@ from megatron.hotswap.topology.grid import Grid
 
 TIME_MAX_S = 600.0
 FAULTS = (
-    *("kill", "kill", "power", "freeze", "freeze-short", "cut", "link", "rot", "rot"),
+    *("kill", "kill", "power", "freeze", "freeze-short", "cut", "link", "rot", "rot", "rot"),
     *("worker", "worker", "workers", "hang", "error", "bug"),
 )
 
@@ -89,6 +89,7 @@ class World:
         self.holders_look = True  # whether a holder looks for the same snapshot before it overwrites a slot with it
         # Every schedule has its own weather, so that some are extreme in one thing.
         self.repeat_chance = rng.choice([0.0, 0.02, 0.3])
+        self.repeat_s = 0.3
         self.h2h_s = rng.choice([0.01, 0.02, 0.2])
         self.everyone = frozenset(range(world))
         # A stream of its own: with files or without, the rest of a seed is the same.

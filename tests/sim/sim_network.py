@@ -121,7 +121,7 @@ class Connection:
         self.over = False  # the agent has given it up
         self.answered = False
         self.gone = False  # the coordinator knows that it has ended
-        self.up = Stream(world.clock, self._to_coordinator, world.repeat_chance)
+        self.up = Stream(world.clock, self._to_coordinator, world.repeat_chance, world.repeat_s)
         self.down = Stream(world.clock, self._to_agent, repeat_chance=0.0)
         #: Begun while the two did not reach each other: it does not come about.
         self.void = world.network.apart(link.agent.node.name, life.host)

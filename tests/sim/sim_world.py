@@ -80,8 +80,9 @@ class Node:
 class Stream:
     """One direction between an agent and the coordinator: ordered, delayed, can be cut and healed."""
 
-    def __init__(self, clock: Clock, deliver: Callable[[Any], None], repeat_chance: float) -> None:
+    def __init__(self, clock: Clock, deliver: Callable[[Any], None], repeat_chance: float, repeat_s: float = 0.0) -> None:
         self._clock = clock
+        self._repeat_s = repeat_s  # after which what arrives again does so
         self._deliver = deliver
         self._repeat_chance = repeat_chance
         self._free_at = 0.0
@@ -97,7 +98,7 @@ class Stream:
         self._free_at = max(self._free_at, clock.now + clock.about(0.002))
         clock.after(self._free_at - clock.now, self._arrive, message, self._sent)
         if self._repeat_chance and clock.rng.random() < self._repeat_chance:
-            clock.after(self._free_at - clock.now + clock.about(0.3), self._arrive, message, self._sent)
+            clock.after(self._free_at - clock.now + clock.about(self._repeat_s), self._arrive, message, self._sent)
 
     def _arrive(self, message: Any, number: int) -> None:
         if self._cuts:

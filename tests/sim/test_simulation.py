@@ -341,7 +341,8 @@ def slow_copies_many_repeats(world):
 
 def nodes_that_come_back(world):
     """Weather in which a stale transfer matters: nodes fall silent while they push, are given up, and go on."""
-    world.fault_kinds, world.h2h_s = ("freeze", "freeze", "kill"), 0.2
+    nothing_breaks(world)
+    world.fault_kinds, world.h2h_s, world.faults_left = ("freeze", "freeze", "kill"), 0.2, 4
 
 
 def late_and_skipping(world):
@@ -370,11 +371,11 @@ def rotting_copies(world):
 
 
 def failing_disks(world):
-    """Weather in which generations are asked for, half of all writes fail, and messages arrive again."""
-    world.disk.fails, world.repeat_chance = 0.5, 0.5
-    world.coordinators.losses_left = world.network.splits_left = 0
-    for _ in range(3):
-        world.clock.after(world.disk_rng.uniform(0.0, 2.0), world.save)
+    """Weather in which generations are asked for, many writes fail, and messages arrive again, some after the next attempt has begun."""
+    nothing_breaks(world)
+    world.disk.fails, world.repeat_chance, world.repeat_s, world.steps = 0.3, 0.5, 2.0, 40
+    for _ in range(10):
+        world.clock.after(world.disk_rng.uniform(0.0, 5.0), world.save)
 
 
 PLANTED = [
