@@ -151,7 +151,7 @@ class Recovering(Saves):
         self.recovery.lost_nodes += lost
         self.recovery.evidence += evidence
         self.recovery.respawned |= down or {}
-        self.recovery.fresh -= set(down or {})
+        self.recovery.fresh = {rank: since for rank, since in self.recovery.fresh.items() if rank not in (down or {})}
         losses = [f"lost {lost}"] if lost else []
         losses += [f"lost the process of rank {rank} on {node}" for rank, node in (down or {}).items()]
         reason = f"{what or ', '.join(losses) or f'every node lives, but {evidence[0]}'}: membership {over} is over"
@@ -174,7 +174,7 @@ class Recovering(Saves):
         rank = agent.ranks[worker]
         if rank is None or self.recovery is None or self.membership is None:
             return []
-        self.recovery.fresh.add(rank)
+        self.recovery.fresh[rank] = self.version
         self.deadline_s = max(self.deadline_s or now, now + self.config.halt_timeout_s)
         assign = m.Assign(self.version, {worker: rank}, len(self.membership.members))
         text = f"worker {worker} of {agent.node} is up again and takes rank {rank}"
@@ -199,7 +199,7 @@ class Recovering(Saves):
                 members[rank] = spare.member(worker)
             self.revision += 1
             self.deadline_s = max(self.deadline_s or now, now + self.config.halt_timeout_s)  # it may have joined long after the halt
-            self.recovery.fresh |= set(ranks)
+            self.recovery.fresh |= dict.fromkeys(ranks, self.version)
             out.append(Send(spare.incarnation, m.Assign(self.version, dict(enumerate(ranks)), len(members))))
             out.append(Log("assign", f"spare {spare.node} takes ranks {ranks}", {"node": spare.node, "ranks": ranks}))
         self.membership = m.Membership(self.version, tuple(members), self.membership.holders)
@@ -221,8 +221,10 @@ class Recovering(Saves):
             agent.left[event.rank] = event.own
         if event.version != self.version - 1 or event.rank not in agent.ranks or self.recovery is None:
             return []
-        # What a process had that is gone, or is being ended, says nothing about the one that is started in its place.
-        if agent.ranks.index(event.rank) in agent.due_s or (event.done is not None and event.rank in self.recovery.fresh):
+        # What a process had that is gone, or is being ended, says nothing about the one that is started in its place. That one has no
+        # state in the first halt that it sees; in the next it may, though nobody has heard yet that it restored one.
+        former = event.done is not None and self.recovery.fresh.get(event.rank) == self.version
+        if agent.ranks.index(event.rank) in agent.due_s or former:
             return []
         self.halt_reports[event.rank] = event
         self.recovery.out_s = max(self.recovery.out_s, event.out_s)
@@ -375,7 +377,7 @@ class Recovering(Saves):
         if event.rank in self.sources and self.recovery.generation is not None:  # fetched, over a copy that may have been damaged
             self.commits.mend(incarnation, event.rank, self.recovery.generation)
         self.recovery.restored[event.rank] = event
-        self.recovery.fresh.discard(event.rank)
+        self.recovery.fresh.pop(event.rank, None)
         if len(self.recovery.restored) < len(self.membership.members):
             return []
         self.recovery.restored_s = now

@@ -18,7 +18,7 @@ class Recovery:
     evidence: list[str]
     halt_sent_s: float
     respawned: dict[int, str] = field(default_factory=dict)  # rank whose process was started again -> node
-    fresh: set[int] = field(default_factory=set)  # ranks whose process is new in this recovery and has no state yet
+    fresh: dict[int, int] = field(default_factory=dict)  # rank whose process is new and has no state yet -> version that it begins in
     out_s: float = 0.0  # from the order until the last survivor's training thread was out, by its own clock
     halted_s: float | None = None
     planned_s: float | None = None
