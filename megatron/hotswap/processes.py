@@ -48,16 +48,26 @@ def end_children(variable: str, within_s: float) -> bool:
     """End the children of this process that have this environment variable, and what they leave behind, without waiting for one that
     hangs in the kernel for longer than this. Whether none is left."""
     deadline = time.monotonic() + within_s
-    while left := [pid for pid in _children() if _has(pid, variable)]:
+    dying: set[int] = set()  # one that dies has lost its variables before it leaves its children to this process
+    while True:
+        left = {pid for pid in _children() if _has(pid, variable)}
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+        dying = {pid for pid in dying | left if not _reaped(pid)}
+        if not left and not dying:
+            return True
         if time.monotonic() > deadline:
             return False
         time.sleep(_END_CHECK_S)
-    return True
+
+
+def _reaped(pid: int) -> bool:
+    """Whether the child is gone, and what it left is this process's."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def _children() -> list[int]:

@@ -45,8 +45,6 @@ def run_command(command: str, timeout_s: float) -> str:
     assert process.stdout is not None
     with process.stdout:
         output, code = _follow(process, process.stdout.fileno(), time.monotonic() + timeout_s)
-    if code is None:
-        process.kill()
     ended = end_children("=".join(_VARIABLE), _END_WITHIN_S)
     lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
     said = "".join(c for c in (lines[-1] if lines else "it said nothing") if c.isprintable())

@@ -466,6 +466,7 @@ class AgentLost(_Message, frozen=True):
     """The connection of an agent closed."""
 
     evidence: str
+    misbehaved: bool = False  # it was closed here, for what had come
 
 
 class Inject(_Message, frozen=True):

@@ -48,6 +48,7 @@ class _Caller:
     def __init__(self) -> None:
         self.outbox: asyncio.Queue[m.FromCoordinator | None] = asyncio.Queue()
         self.evidence = "its connection closed"
+        self.misbehaved = False
 
 
 class Coordinator:
@@ -197,7 +198,7 @@ class Coordinator:
             reader.cancel()
             self._callers.pop(incarnation, None)
             if not self.deposed:
-                self._apply(self.control.handle(incarnation, m.AgentLost(caller.evidence), clock.now()))
+                self._apply(self.control.handle(incarnation, m.AgentLost(caller.evidence, caller.misbehaved), clock.now()))
 
     async def _first_word(self, requests: AsyncIterator[bytes], context: Any) -> m.Join | m.Rejoin | str:
         """What a caller says first; in words, if that does not let it in."""
@@ -231,7 +232,7 @@ class Coordinator:
                     if impossible := nonsense(message, grid.world_size, workers):
                         raise Malformed(f"{type(message).__name__} with {impossible}")
                 except Malformed as wrong:
-                    caller.evidence = f"it sent what no agent of this job says: {wrong}"
+                    caller.evidence, caller.misbehaved = f"it sent what no agent of this job says: {wrong}", True
                     refusal = self._refuse(caller.evidence, f"node {node}")
                     break
                 if isinstance(message, m.StepDone) and message.record.version == self.control.version:
