@@ -23,6 +23,12 @@ from pathlib import Path
 from recorded import Recorded, start_time
 
 HERE = Path(__file__).resolve().parent
+#: Those of a node, and what is done in them.
+_NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child")
+_PROBE = (
+    "mount --make-rprivate / && mount -t proc proc /proc && mount -t tmpfs tmpfs /mnt && hostname probe && "
+    "ip link add br0 type bridge && ip link add one type veth peer name other"
+)
 PROGRAMS = ("slurmctld", "slurmd", "sinfo", "munged", "mungekey", "nsenter", "unshare", "ip")
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
 #: munged's socket is in the folder, and a socket's path may have 107 bytes.
@@ -59,6 +65,9 @@ def missing() -> str:
     absent = [name for name in PROGRAMS if _which(name) is None]
     if absent:
         return f"not installed: {', '.join(absent)}; Debian, Ubuntu: apt-get install --no-install-recommends {PACKAGES}"
+    tried = subprocess.run(["unshare", *_NAMESPACES, "bash", "-c", _PROBE], capture_output=True, text=True, check=False)
+    if tried.returncode != 0:  # a container's root may lack the rights
+        return f"namespaces, mounts or virtual cables are not allowed here: {tried.stderr.strip() or 'unshare failed'}"
     return ""
 
 
@@ -184,9 +193,8 @@ class Lab:
             raise LabError(f"node {node} is running: crash it or cut its power first")
         booted = self.folder / "pids" / f"{node}.booted"
         booted.unlink(missing_ok=True)
-        namespaces = ("--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child")
         address = f"{self.settings().network}.{10 + int(node[1:])}"
-        self._spawn("", "unshare", *namespaces, "bash", str(HERE / "node_init.sh"), node, address, str(self.folder), log=f"init-{node}")
+        self._spawn("", "unshare", *_NAMESPACES, "bash", str(HERE / "node_init.sh"), node, address, str(self.folder), log=f"init-{node}")
         self._wait(f"node {node}", booted.is_file)
         pid = int(booted.read_text())
         self.pids.save(node, pid)
