@@ -143,7 +143,7 @@ def slurm_task() -> SlurmTask | None:
         int(env["SLURM_LOCALID"]),
         env.get("SLURMD_NODENAME") or socket.gethostname(),
         int(env.get("SLURM_GPUS_ON_NODE") or 0),
-        tuple(part for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part),
+        tuple(visible_gpus() or ()),
         env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import time
@@ -32,25 +33,23 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_orphans(variable: str, own: Collection[int]) -> None:
-    """End the children of this process that have this environment variable ("NAME=value") and are not its own, and theirs, which become
-    its children in turn. A process that has died leaves them: a data loader's workers, a checkpoint's
-    writer. They hold what it held: sockets, shared memory, a device."""
-    while orphans := [pid for pid in _children() if pid not in own and _has(pid, variable)]:
-        for pid in orphans:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+def end_children(variable: str, own: Collection[int] = (), within_s: float = math.inf) -> bool:
+    """End the children of this process that have this environment variable ("NAME=value"), and theirs, which become its children in turn.
+    A process that has died leaves them: a data loader's workers, a checkpoint's writer. They hold what it held: sockets, shared memory,
+    a device.
 
+    Args:
+        variable: what they were told, and tell their own children.
+        own: process ids of those that are to stay.
+        within_s: one that hangs in the kernel is not waited for any longer.
 
-def end_children(variable: str, within_s: float) -> bool:
-    """End the children of this process that have this environment variable, and what they leave behind, without waiting for one that
-    hangs in the kernel for longer than this. Whether none is left."""
+    Returns:
+        Whether none is left.
+    """
     deadline = time.monotonic() + within_s
     dying: set[int] = set()  # one that dies has lost its variables before it leaves its children to this process
     while True:
-        left = {pid for pid in _children() if _has(pid, variable)}
+        left = {pid for pid in _children() if pid not in own and _has(pid, variable)}
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""What a run has left (job.json, summary.json, steps.jsonl), read: as the type says, or one error that names file and line.
+"""The files of a run directory (job.json, summary.json, steps.jsonl …), read: as the type says, or one error that names file and line.
+And replaced: whole or not at all.
 
 Such a file may be cut off, of another version, or somebody else's: no content of it costs more memory than a record may have. Python's
 own reader is used, since these files may have NaN, which JSON proper has not.
@@ -7,6 +8,7 @@ own reader is used, since these files may have NaN, which JSON proper has not.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,19 @@ def read_object(path: Path, kind: Any) -> Any:
         return parse(raw, kind)
     except ValueError as wrong:
         raise UsageError(f"{path} is not what a job writes ({wrong}); was the job cut off while it wrote?") from wrong
+
+
+def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Put it in the place of what is there. Who reads meanwhile has the old content, or the new. It is not flushed to the medium.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+    temporary.replace(path)
 
 
 def read_lines(path: Path, kind: Any, what: str) -> Iterator[Any]:

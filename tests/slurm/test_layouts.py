@@ -17,11 +17,24 @@ pytestmark = pytest.mark.timeout(600)
 _STARTS_WITHIN_S = 240.0
 
 
+@contextlib.contextmanager
+def attended(lab: Lab, job: Job, node: str) -> Iterator[None]:
+    """A job of which everything is told if the test fails, and that ends with it; the node that it broke comes up again."""
+    try:
+        yield
+    except BaseException:
+        print(job.told())
+        raise
+    finally:
+        lab.run("scancel", job.number, check=False)
+        lab.boot(node)
+
+
 def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
     """Two tasks on each node are two agents of one failure domain: both are lost with their node, and two of the spare take over."""
     words = command(25, tmp_path / "job" / "save", "--tensor-model-parallel-size 2")
     job = submit(lab, tmp_path / "job", batch(words, 2, 1, 1, ranks_per_node=2, tasks_per_node=2).text(), "--nodelist=n1,n2,n3")
-    try:
+    with attended(lab, job, "n2"):
         start = until("training", lambda: job.events("start"), _STARTS_WITHIN_S)[0]
         assert start["nodes"] == ["n1.0", "n1.1", "n2.0", "n2.1"] and start["spares"] == ["n3.0", "n3.1"]
         hosts = [name.split(".")[0] for name in start["nodes"]]
@@ -32,12 +45,6 @@ def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
         assert sorted(e["node"] for e in job.events("assign")) == ["n3.0", "n3.1"]
         until("the end", lambda: job.state() not in ("RUNNING", "COMPLETING"), _STARTS_WITHIN_S)
         assert job.state() == "COMPLETED" and len(job.steps()) == 25
-    except BaseException:
-        print(job.told())
-        raise
-    finally:
-        lab.run("scancel", job.number, check=False)
-        lab.boot("n2")
 
 
 @contextlib.contextmanager
@@ -65,7 +72,7 @@ def test_the_coordinators_node_is_lost(lab: Lab, tmp_path: Path) -> None:
     save = tmp_path / "job" / "save"
     words = command(100_000, save, "--hot-swap-coordinator-timeout-s 5")
     job = submit(lab, tmp_path / "job", batch(words, 2, 1, 0).text(), "--exclude=n1,n2,n3")
-    try:
+    with attended(lab, job, "n6"):
         until("training", lambda: job.events("start"), _STARTS_WITHIN_S)
         assert "the loss of n6 ends this life of the job" in job.output.read_text()
         job.goes_on()
@@ -85,12 +92,6 @@ def test_the_coordinators_node_is_lost(lab: Lab, tmp_path: Path) -> None:
         job.goes_on()
         again = [step for step in job.steps() if step[0] in first]
         assert again == [first[step[0]] for step in again]
-    except BaseException:
-        print(job.told())
-        raise
-    finally:
-        lab.run("scancel", job.number, check=False)
-        lab.boot("n6")
 
 
 def test_a_mistake_ends_the_job_in_words_and_is_not_requeued(lab: Lab, tmp_path: Path) -> None:

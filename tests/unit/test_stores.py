@@ -125,7 +125,7 @@ def test_a_journal_that_has_grown_begins_again_with_its_newest_record(tmp_path, 
 def test_of_a_damaged_journal_the_whole_records_before_the_damage_count(tmp_path_factory, cut, changed, more):
     folder = tmp_path_factory.getbasetemp() / "damaged"
     folder.mkdir(exist_ok=True)
-    path = folder / store.JOURNAL
+    path = folder / store.JOURNAL_FILE
     path.unlink(missing_ok=True)
     one = Journal(folder, "run")
     one.lead()

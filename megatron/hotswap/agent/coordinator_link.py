@@ -54,7 +54,7 @@ class CoordinatorLink:
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self.retold = Retold()
         self.heard_s = 0.0
-        self._lease_s = lease_s
+        self.lease_s = lease_s  # as the coordinator says
         self._listener = Listener(COORDINATOR_LEASES * lease_s, interval_s, turn_s=interval_s)
         self._outbox: asyncio.Queue[m.FromAgent] = asyncio.Queue()
         self._notes: list[m.FromAgent] = []  # lines for events.jsonl, said while there was nobody to hear them
@@ -65,15 +65,6 @@ class CoordinatorLink:
         self._stopped = False  # whether the ranks were stopped here
         self._step, self._stepped_s = -1, 0.0
         self._gaps_s: deque[float] = deque(maxlen=_STEPS)
-
-    @property
-    def lease_s(self) -> float:
-        """As the coordinator says."""
-        return self._lease_s
-
-    @lease_s.setter
-    def lease_s(self, value: float) -> None:
-        self._lease_s = value
 
     @property
     def stopped(self) -> bool:
@@ -180,13 +171,13 @@ class CoordinatorLink:
             self._note_steps(progress, loop.time())
             self.say(m.Heartbeat(sequence, dict(progress)))
             # Should this loop stand still for half a lease, the log is to show where: a node that falls silent cannot be asked.
-            faulthandler.dump_traceback_later(self._lease_s / 2)
+            faulthandler.dump_traceback_later(self.lease_s / 2)
             await asyncio.sleep(self._interval_s)
             now = loop.time()
-            self._listener.lease_s = max(COORDINATOR_LEASES * self._lease_s, _STEP_FACTOR * max(self._gaps_s, default=0.0))
+            self._listener.lease_s = max(COORDINATOR_LEASES * self.lease_s, _STEP_FACTOR * max(self._gaps_s, default=0.0))
             if self._listener.look({"coordinator": max(self.heard_s, self._stepped_s)}, now):
                 self._nobody(f"for {now - self.heard_s:.1f} s no coordinator was heard, and no step was completed")
-            if now - self.heard_s > self._lease_s and self._connected and (self._seeking is None or self._seeking.done()):
+            if now - self.heard_s > self.lease_s and self._connected and (self._seeking is None or self._seeking.done()):
                 self._seeking = loop.create_task(self._look_elsewhere())
 
     def _note_steps(self, progress: Mapping[int, m.Progress], now: float) -> None:

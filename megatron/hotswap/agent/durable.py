@@ -24,6 +24,7 @@ from ..snapshot import manifest as mf
 from ..snapshot.layout import HEADER_BYTES, Header
 from ..snapshot.slots import OWN_SLOTS, Slots, Word
 from . import own_snapshot
+from .pool import in_own_thread
 from .worker_process import WorkerProcess
 
 #: A file system that takes this long for 8 MiB to be written, or 256 MiB to be flushed, does not answer.
@@ -262,8 +263,6 @@ async def _attended[T](work: Callable[[durable.Alive], T], stop: threading.Event
         _Unanswered: it has not called for STALLED_S; the thread is left to itself, and ends with the process.
         WriteStopped: `stop` was set.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
     last_s, left = [time.monotonic()], threading.Event()
 
     def alive() -> None:
@@ -271,24 +270,7 @@ async def _attended[T](work: Callable[[durable.Alive], T], stop: threading.Event
         if stop.is_set() or left.is_set():
             raise durable.WriteStopped(f"{what} is not wanted any more")
 
-    def settle(result: Any, failure: BaseException | None) -> None:
-        if done.done():
-            return
-        if failure is None:
-            done.set_result(result)
-        else:
-            done.set_exception(failure)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work(alive)
-        except BaseException as raised:  # it is the caller's to handle
-            failure = raised
-        with contextlib.suppress(RuntimeError):  # the agent has ended meanwhile
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="deadpool-durable", daemon=True).start()
+    done = in_own_thread(lambda: work(alive), "deadpool-durable")
     while not done.done():
         await asyncio.wait([done], timeout=1.0)
         if not done.done() and time.monotonic() - last_s[0] > STALLED_S:

@@ -14,7 +14,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from .. import environment
 from ..config import HotSwapConfig
@@ -22,6 +21,7 @@ from ..control import messages as m
 from ..control.sanity import REASON_CHARS_MAX
 from ..processes import end_children
 from .devices import Devices, Finding, NotWatched, load_nvml
+from .pool import in_own_thread
 
 _VARIABLE = ("DEADPOOL_HEALTH", "1")
 #: What a command writes is read as it comes, and only its end is kept.
@@ -45,7 +45,7 @@ def run_command(command: str, timeout_s: float) -> str:
     assert process.stdout is not None
     with process.stdout:
         output, code = _follow(process, process.stdout.fileno(), time.monotonic() + timeout_s)
-    ended = end_children("=".join(_VARIABLE), _END_WITHIN_S)
+    ended = end_children("=".join(_VARIABLE), within_s=_END_WITHIN_S)
     lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
     said = "".join(c for c in (lines[-1] if lines else "it said nothing") if c.isprintable())
     if code == 0:
@@ -97,11 +97,11 @@ class NodeHealth:
         """Ask both, before the node joins; returns why it must not, in words."""
         found = []
         if self._config.health_command is not None:
-            reason = await _in_thread(lambda: run_command(str(self._config.health_command), self._config.health_timeout_s))
+            reason = await self._ask_command()
             found += [f"its health command fails: {reason}"] if reason else []
         try:
             async with asyncio.timeout(DRIVER_SILENT_S):
-                findings = await _in_thread(self._begin_devices)
+                findings = await in_own_thread(self._begin_devices, "health")
         except TimeoutError:
             findings = [Finding(_silent(), True)]
         found += [f"a device fails: {finding.reason}" for finding in findings if finding.fatal]
@@ -125,15 +125,19 @@ class NodeHealth:
         """The agent ends: so does a command that still runs. A thread that hangs in the driver ends with the process."""
         self._closed = True
         if self._config.health_command is not None:
-            end_children("=".join(_VARIABLE), _END_WITHIN_S)
+            end_children("=".join(_VARIABLE), within_s=_END_WITHIN_S)
 
     # ---- the command
+
+    def _ask_command(self) -> asyncio.Future[str]:
+        command, timeout_s = str(self._config.health_command), self._config.health_timeout_s
+        return in_own_thread(lambda: run_command(command, timeout_s), "health")
 
     async def _watch_command(self) -> None:
         before = ""
         while True:
             await asyncio.sleep(self._config.health_interval_s)
-            reason = await _in_thread(lambda: run_command(str(self._config.health_command), self._config.health_timeout_s))
+            reason = await self._ask_command()
             if reason and reason != before:
                 self._say(m.Unhealthy("command", reason))
             elif before and not reason:
@@ -187,25 +191,3 @@ class NodeHealth:
 
 def _silent() -> str:
     return f"the GPU driver has not answered for {DRIVER_SILENT_S:g} s"
-
-
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    """As run_in_executor, in a thread of its own that nothing waits for at the process's end, since it may hang."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def tell(result: Any, failure: BaseException | None) -> None:
-        if not done.done():
-            done.set_result(result) if failure is None else done.set_exception(failure)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as raised:
-            failure = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, result, failure)
-
-    threading.Thread(target=run, name="health", daemon=True).start()
-    return await done

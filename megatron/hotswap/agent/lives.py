@@ -10,7 +10,7 @@ from typing import Any
 
 from ..control.messages import Progress
 from ..errors import Malformed
-from ..processes import end_orphans
+from ..processes import end_children
 from ..snapshot.slots import Word
 from . import local
 from .worker_process import WorkerProcess
@@ -116,7 +116,7 @@ class Lives:
         self._link_closed(worker, process)
 
     def _end_orphans(self, worker: WorkerProcess) -> None:
-        end_orphans(f"DEADPOOL_WORKER={worker.index}", {w.process.pid for w in self.workers})
+        end_children(f"DEADPOOL_WORKER={worker.index}", own={w.process.pid for w in self.workers})
 
     def _receive(self, worker: WorkerProcess) -> bool:
         """Hear one message; whether there was one."""

@@ -79,7 +79,7 @@ class Followed:
 
 
 class _Lines:
-    """New whole lines of a file that grows, as JSON. One that began anew (a coordinator that took over) is read from where it was."""
+    """New whole lines of a file that grows, as JSON. A coordinator that takes the job up goes on with the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -21,8 +21,8 @@ from ..control.messages import Injection
 from ..control.state import ControlConfig, Phase
 from ..coordinator.job_file import JOB_FILE, announce, running_job
 from ..coordinator.service import Coordinator, Scheduled
-from ..coordinator.store import JOURNAL
-from ..coordinator.stores import JOURNAL as DEFAULT_STORE
+from ..coordinator.store import JOURNAL_FILE
+from ..coordinator.stores import JOURNAL
 from ..environment import AgentEnvironment
 from ..errors import UsageError
 from ..metrics import FOLDER as METRICS
@@ -34,7 +34,7 @@ from .durable import durable_of
 from .networks import NodeNetworks
 
 #: What a run leaves at the top of its directory; the next run there replaces it.
-_RUN_FILES = ("steps.jsonl", "events.jsonl", "summary.json", "injections.jsonl", "run.png", JOURNAL)
+_RUN_FILES = ("steps.jsonl", "events.jsonl", "summary.json", "injections.jsonl", "run.png", JOURNAL_FILE)
 _REAP_TIMEOUT_S = 10.0
 #: Exit code of a job that its user has ended: 128 + SIGINT, as shells have it.
 _INTERRUPTED = 130
@@ -157,7 +157,7 @@ async def run(
         started: called once, when the nodes have been started.
     """
     flags = config.parse(launch.argv)
-    if flags.store != DEFAULT_STORE:
+    if flags.store != JOURNAL:
         raise UsageError(
             f"--hot-swap-store {flags.store} is for jobs of several machines; all of this one, its coordinator too, is on this machine: "
             "leave the flag away here, and give it under Slurm"

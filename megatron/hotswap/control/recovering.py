@@ -5,7 +5,7 @@ recovery/plan.py picks the generation; here it is asked, with what every rank an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ..recovery import plan
 from . import messages as m
@@ -28,18 +28,22 @@ class Recovering(Saves):
 
     # ---- losing nodes and workers
 
-    def _lose(self, nodes: Mapping[str, str], now: float, workers: Mapping[_Worker, str] | None = None) -> list[Decision]:
-        """Nodes are gone: fence them. Workers failed on nodes that live: have them started again, or give their nodes up too
-        (ladder.py). If that leaves ranks without a process, begin (or begin again) one recovery. The values are the evidence."""
+    def _lose(
+        self, nodes: Mapping[str, str], now: float, workers: Mapping[_Worker, str] | None = None, may_return: Collection[str] = ()
+    ) -> list[Decision]:
+        """Nodes are gone: fence them, but those that may come back as what they were. Workers failed on nodes that live: have them started
+        again, or give their nodes up too (ladder.py). If that leaves ranks without a process, begin (or begin again) one recovery. The
+        values are the evidence."""
         again, lost = self._by_rung(nodes, workers or {}, now)
         lost |= self._quarantined_with(lost, now)
         out: list[Decision] = []
         gone, evidence, heard = [], [], now
         for incarnation, why in lost.items():
             agent = self.agents.pop(incarnation)
-            self.fenced[incarnation] = why
             self.replica_reports.pop(incarnation, None)
-            out.append(Send(incarnation, m.Refused(f"node {agent.node} was given up: {why}")))
+            if incarnation not in may_return:
+                self.fenced[incarnation] = why
+                out.append(Send(incarnation, m.Refused(f"node {agent.node} was given up: {why}")))
             data = {"node": agent.node, "incarnation": incarnation, "spare": agent.spare and not agent.leaving, "left": bool(agent.leaving)}
             out.append(Log("node-lost", f"{agent.node}: {why}", data))
             evidence.append(why)

@@ -182,13 +182,11 @@ class Control(Returning):
     def _agent_lost(self, incarnation: str, event: m.AgentLost, now: float) -> list[Decision]:
         if incarnation not in self.agents:
             return []
-        at_stake = event.misbehaved or self.phase not in (Phase.GATHERING, Phase.LOADING)
-        out = self._lose({incarnation: event.evidence}, now)
-        if at_stake:
-            return out
-        del self.fenced[incarnation]  # nothing depends on it yet: if it was the connection alone, it may come back
-        out = [d for d in out if not isinstance(d, Send) or d.incarnation != incarnation]
-        return out + self._go_on_loading(now)  # at once: back before the next tick, it would be waited for, and not know
+        if event.misbehaved or self.phase not in (Phase.GATHERING, Phase.LOADING):
+            return self._lose({incarnation: event.evidence}, now)
+        # Nothing depends on it yet: if it was the connection alone, it may come back. Back before the next tick, it would be waited for,
+        # and not know.
+        return [*self._lose({incarnation: event.evidence}, now, may_return=[incarnation]), *self._go_on_loading(now)]
 
     def _finished(self, incarnation: str, event: m.Finished, now: float) -> list[Decision]:
         if event.code != 0 and (self._at_the_last_rung or self.agents[incarnation].leaving):

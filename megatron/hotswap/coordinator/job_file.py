@@ -13,7 +13,7 @@ import msgspec
 
 from ..control.config import ControlConfig
 from ..errors import UsageError
-from ..records import read_object
+from ..records import read_object, replace_file
 
 JOB_FILE = "job.json"
 SETUP_FILE = "setup.json"
@@ -40,11 +40,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 def announce(run_dir: Path, address: str, run_id: str) -> None:
     """Replace job.json, whole or not at all."""
-    temporary = run_dir / f"{JOB_FILE}.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(Job(address, run_id, os.getpid(), socket.gethostname())))
-    temporary.replace(run_dir / JOB_FILE)
+    replace_file(run_dir / JOB_FILE, msgspec.json.encode(Job(address, run_id, os.getpid(), socket.gethostname())), 0o600)
 
 
 def read_job(run_dir: Path) -> Job | None:
@@ -78,9 +74,8 @@ def write_setup(run_dir: Path, setup: Setup) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = run_dir / f"{SETUP_FILE}.tmp"
-    temporary.write_bytes(msgspec.json.encode(msgspec.structs.replace(setup, control=replace(setup.control, token=""))))
-    temporary.replace(run_dir / SETUP_FILE)
+    told = msgspec.structs.replace(setup, control=replace(setup.control, token=""))
+    replace_file(run_dir / SETUP_FILE, msgspec.json.encode(told))
 
 
 def read_setup(run_dir: Path) -> Setup:

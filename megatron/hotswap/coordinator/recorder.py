@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TextIO
 from ..agent.inject import last_strike
 from ..control.messages import Acknowledged, StepRecord
 from ..control.state import Log
+from ..records import replace_file
 
 #: A normal step's time is the median of this many last ones.
 _NORMAL_STEPS = 50
@@ -217,9 +218,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     """Replace summary.json, whole or not at all."""
-    temporary = run_dir / f"summary.json.{os.getpid()}"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
-    temporary.replace(run_dir / "summary.json")
+    replace_file(run_dir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
 
 
 def read_exit_code(run_dir: Path) -> int | None:

@@ -175,10 +175,11 @@ class Coordinator:
         if isinstance(first, str):
             yield self._refuse(first, f"a caller at {context.peer()}")
             return
-        incarnation = first.join.incarnation if isinstance(first, m.Rejoin) else first.incarnation
+        join = first.join if isinstance(first, m.Rejoin) else first
+        incarnation = join.incarnation
         if isinstance(first, m.Rejoin) and first.version > self.control.version:
             self._step_down(
-                f"node {first.join.node} knows membership {first.version}, and what is recorded here ends with {self.control.version}: "
+                f"node {join.node} knows membership {first.version}, and what is recorded here ends with {self.control.version}: "
                 "another coordinator has decided since, or the record is an old one"
             )
             return
@@ -187,8 +188,7 @@ class Coordinator:
             return
         caller = self._callers[incarnation] = _Caller()
         self._apply(self.control.handle(incarnation, first, clock.now()))
-        node = first.join.node if isinstance(first, m.Rejoin) else first.node
-        reader = asyncio.get_running_loop().create_task(self._read(incarnation, node, requests, caller))
+        reader = asyncio.get_running_loop().create_task(self._read(incarnation, join.node, requests, caller))
         try:
             while (message := await caller.outbox.get()) is not None:
                 yield message

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..control.decided import SCHEMA, Decided, decode, encode
 from ..errors import Malformed, UsageError
 
-JOURNAL = "journal"
+JOURNAL_FILE = "journal"
 #: Little-endian: bytes of the record that follows, their CRC32.
 _HEAD = struct.Struct("<II")
 _RECORD_BYTES_MAX = 64 << 20
@@ -66,7 +66,7 @@ class Journal(Store):
     """Records one behind the other: a head, and a `Decided` in msgpack. The last whole one counts; what a crash has cut off does not."""
 
     def __init__(self, run_dir: Path, run_id: str) -> None:
-        self.path = run_dir / JOURNAL
+        self.path = run_dir / JOURNAL_FILE
         self._run_id = run_id
         self._file: int | None = None
 

@@ -28,7 +28,7 @@ from ..replication.transports import protection
 from ..security import files as credentials
 from ..security.authority import issue
 from .batch_script import answer_for_batch_script
-from .run_files import forget_refusal, life, refuse, write_layout
+from .run_files import forget_refusal, is_of_life, life, refuse, write_layout
 from .task import REQUEUE, Started, gpu_variables, place_of, wait_for_job
 
 _POLL_S = 0.1
@@ -78,7 +78,7 @@ def _goes_on(started: Started) -> bool:
         setup = read_setup(started.run_dir)
     except (OSError, UsageError):
         return False
-    return setup.control.run_id.startswith(f"{life(started.task)}-") and read_exit_code(started.run_dir) is None
+    return is_of_life(setup.control.run_id, started.task) and read_exit_code(started.run_dir) is None
 
 
 def _address(started: Started) -> str:
@@ -181,14 +181,12 @@ class _Children:
         return code
 
     def _over(self) -> int | None:
-        assert self._agent is not None
-        written = read_exit_code(self._started.run_dir)
-        if self._coordinator is None or (written is not None and self._agent.poll() is not None):  # another task's decides, or did
-            return self._agent.poll() if written is None else written
+        assert self._agent is not None and self._coordinator is not None
         status = self._coordinator.poll()
-        if status is None:
+        if status is None and self._agent.poll() is None:
             return None
-        if written is not None:
+        written = read_exit_code(self._started.run_dir)
+        if written is not None or status is None:
             return written
         now = time.monotonic()
         self._deaths = [*(t for t in self._deaths if now - t < _DEATHS_WITHIN_S), now]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from ..cli.checks import megatron_flags
 from ..coordinator.recorder import write_summary
 from ..environment import SlurmTask
 from ..errors import UsageError
-from ..records import read_object
+from ..records import read_object, replace_file
 from .layout import Layout
 
 _FLAG = "--hot-swap-run-dir"
@@ -37,6 +36,11 @@ class Told(msgspec.Struct, frozen=True):
 def life(task: SlurmTask) -> str:
     """What names one life of a job, from one start by Slurm to the next requeue. Every run id begins with it."""
     return f"{task.job}-{task.restarts}"
+
+
+def is_of_life(run_id: str, task: SlurmTask) -> bool:
+    """Whether a run was begun since Slurm last started this job."""
+    return run_id.startswith(f"{life(task)}-")
 
 
 def split_run_dir(argv: Sequence[str], task: SlurmTask) -> tuple[Path, list[str]]:
@@ -64,9 +68,7 @@ def with_run_dir(argv: Sequence[str], run_dir: Path) -> list[str]:
 
 def refuse(run_dir: Path, task: SlurmTask, reason: str) -> None:
     """Tell the tasks that wait that there will be no job; and the batch script its exit code, or it would have the job requeued."""
-    temporary = run_dir / f"{_REFUSED}.{os.getpid()}"
-    temporary.write_bytes(msgspec.json.encode(Refused(life(task), reason)))
-    temporary.replace(run_dir / _REFUSED)
+    replace_file(run_dir / _REFUSED, msgspec.json.encode(Refused(life(task), reason)))
     write_summary(run_dir, {"exit_code": 2, "ended": reason})
 
 
@@ -81,9 +83,7 @@ def refusal(run_dir: Path, task: SlurmTask) -> str:
 
 def write_layout(run_dir: Path, task: SlurmTask, layout: Layout) -> None:
     """For tasks that are started later, when Slurm's words may be others: a lost node leaves the job's list."""
-    temporary = run_dir / f"{_LAYOUT}.{os.getpid()}"
-    temporary.write_bytes(msgspec.json.encode(Told(life(task), layout)))
-    temporary.replace(run_dir / _LAYOUT)
+    replace_file(run_dir / _LAYOUT, msgspec.json.encode(Told(life(task), layout)))
 
 
 def read_layout(run_dir: Path, task: SlurmTask) -> Layout | None:

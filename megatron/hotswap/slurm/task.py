@@ -16,7 +16,7 @@ from ..coordinator.stores import JOURNAL
 from ..environment import AgentEnvironment, SlurmTask
 from ..errors import UsageError
 from .layout import Layout, gpus_of, work_out
-from .run_files import life, read_layout, refusal, refuse, split_run_dir, with_run_dir
+from .run_files import is_of_life, read_layout, refusal, refuse, split_run_dir, with_run_dir
 
 #: A large job's tasks do not start at once, and the coordinator's imports take their time on a busy file system.
 _WAIT_FOR_JOB_S = 600.0
@@ -135,7 +135,7 @@ def wait_for_job(run_dir: Path, task: SlurmTask, limit_s: float = _WAIT_FOR_JOB_
 
 def of_this_life(job: Job, task: SlurmTask) -> bool:
     """Whether a job file was written since Slurm last started this job."""
-    return job.run_id.startswith(f"{life(task)}-")
+    return is_of_life(job.run_id, task)
 
 
 def answers(job: Job) -> bool:
