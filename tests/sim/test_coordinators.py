@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from sim_coordinator import Records
 from sim_driver import World, simulate
-from test_simulation import SCHEDULES, find, nothing_breaks
+from test_simulation import SCHEDULES, find, nothing_breaks, patch_transition
 from violation import require
 
 from megatron.hotswap.agent import retold
@@ -125,14 +125,7 @@ def stopped_ranks_are_taken_for_running():
     def rejoin(self, incarnation, event, now):
         return ORIGINAL_REJOIN(self, incarnation, m.Rejoin(event.join, event.version, event.ranks, False, event.away_s), now)
 
-    return patch_rejoin(rejoin)
-
-
-def patch_rejoin(handler):
-    from megatron.hotswap.control import state
-
-    table = {key: handler if value is ORIGINAL_REJOIN else value for key, value in state._TRANSITIONS.items()}
-    return mock.patch.dict(state._TRANSITIONS, table)
+    return patch_transition("_rejoin", rejoin)
 
 
 ORIGINAL_TAKE = InOrder.take
