@@ -1,4 +1,4 @@
-"""pretrain_gpt.py with an error of the program's own: a micro-batch of step 5 raises, on whichever process and however often it is tried."""
+"""pretrain_gpt.py with an error of its own: a micro-batch of step 5 raises, on whichever process and however often it is tried."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_the_next_collective_fails_once_as_a_broken_link_would():
 
 
 def test_a_fault_waits_until_a_halt_is_over():
-    """Whatever the training thread raises while the membership ends is taken for that: the fault would be lost, and a test's words false."""
+    """What the training thread raises while the membership ends is taken for that: the fault would be lost, and said to have struck."""
     armed = session(fault("exit", 5, "backward"))
     armed.control.set(Word.OVER_VERSION, 1)
     armed.enter("backward", 5)
