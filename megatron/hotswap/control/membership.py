@@ -6,6 +6,7 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 from ..errors import UsageError
 from ..replication.placement import Holders, keeps_rules, place, survival
@@ -50,6 +51,12 @@ class Agent:
         """What fails together with the node."""
         return self.join.domain or self.join.node
 
+    @cached_property
+    def order(self) -> tuple[list[tuple[int, int | str]], str]:
+        """By node name, numbers in it compared as numbers, so that node2 comes before node10."""
+        parts: list[tuple[int, int | str]] = [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", self.node)]
+        return parts, self.incarnation
+
     @property
     def warm(self) -> bool:
         """Whether all its workers wait for a rank."""
@@ -93,20 +100,10 @@ class Agent:
         return Member(self.node, self.incarnation, worker, self.join.h2h)
 
 
-def in_order(agents: Iterable[Agent]) -> list[Agent]:
-    """Agents by node name, numbers in it compared as numbers, so that node2 comes before node10."""
-
-    def key(agent: Agent) -> tuple[list[tuple[int, int | str]], str]:
-        parts = [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", agent.node)]
-        return parts, agent.incarnation
-
-    return sorted(agents, key=key)
-
-
 def one_per_node(agents: Iterable[Agent]) -> list[Agent]:
     """In order, and of each node only one: a node that came back may be here twice until its former life is given up."""
     by_node: dict[str, Agent] = {}
-    for agent in in_order(agents):
+    for agent in sorted(agents, key=lambda agent: agent.order):
         by_node.setdefault(agent.node, agent)
     return list(by_node.values())
 

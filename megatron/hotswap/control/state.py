@@ -64,7 +64,7 @@ class Control(Returning):
         if self.phase is Phase.LOADING:
             out += self._go_on_loading(now)
         if self.phase is Phase.GATHERING:
-            out += self._try_start(now)
+            out += self._gather(now)
         elif self.phase is Phase.HALTING:
             if overdue and not self._at_the_last_rung:
                 out += self._give_up_silent_ranks(now)
@@ -98,7 +98,7 @@ class Control(Returning):
         agent.stores[event.worker] = event.store
         was_down = agent.due_s.pop(event.worker, None) is not None
         if self.phase is Phase.GATHERING:
-            return self._try_start(now)
+            return self._one_more_is_warm(now) if agent.warm else []
         if self.phase is Phase.HALTING:
             again = self._assign_again(agent, event.worker, now) if was_down else []
             return again + self._assign_spares(now) + self._try_plan(now)
