@@ -14,6 +14,9 @@ from .config import ControlConfig
 from .decisions import Log
 from .messages import PROTOCOL, Join, Member, Membership
 
+#: In a line for people; the line's data names all.
+_NODES_NAMED_MAX = 32
+
 
 @dataclass
 class Agent:
@@ -138,7 +141,8 @@ def start_log(nodes: Sequence[str], spares: Sequence[str], holders: Holders, dom
     """The start-up summary: where the ranks are, and which losses leave a copy of everything."""
     survived = survival(holders, nodes, domains)
     used = list(dict.fromkeys(nodes))
-    reason = f"{len(nodes)} ranks on {used}, spares {spares}; {survived.in_words()}"
+    where = used if len(used) <= _NODES_NAMED_MAX else f"{len(used)} nodes, {used[0]} to {used[-1]}"
+    reason = f"{len(nodes)} ranks on {where}, spares {spares}; {survived.in_words()}"
     return Log("start", reason, {"nodes": used, "spares": spares, "holders": holders, "survival": asdict(survived)})
 
 
