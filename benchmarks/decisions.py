@@ -90,11 +90,8 @@ class Job:
         over, had = control.version - 1, set(held) - {list(self.joins)[-1]}
         assert control.phase is Phase.HALTING
         members = control.membership.members
-        empty = m.HaltReport(over, 0, None, False, (), "")  # the spare's
-        self.say(
-            "halt reports",
-            self.ranks(lambda r: m.HaltReport(over, r, 2, False, (1, 2), "store") if members[r].incarnation in had else replace(empty, rank=r)),
-        )
+        survivor, spare = m.HaltReport(over, 0, 2, False, (1, 2), "store"), m.HaltReport(over, 0, None, False, (), "")
+        self.say("halt reports", self.ranks(lambda r: replace(survivor if members[r].incarnation in had else spare, rank=r)))
         out = self.say("plan", [(i, m.ReplicaReport(over, replicas)) for i, replicas in held.items()])
         assert control.phase is Phase.RESUMING
         resume = next(d.message for d in out if isinstance(d, Send) and isinstance(d.message, m.Resume))

@@ -106,6 +106,7 @@ def test_a_second_failure_in_every_phase_of_a_recovery(tmp_path: Path, striker: 
     assert len(summary["recoveries"]) == len(CASES)
     for case, (_, node), recovery in zip(CASES, striker.struck, summary["recoveries"], strict=True):
         assert recovery["kind"] == "swap" and recovery["attempts"] > 1 and recovery["steps_rerun"] <= 1, (case, recovery)
-        assert (recovery["nodes_struck"][-1], len(recovery["nodes_lost"])) == (node, 1 if case.worker else 2), (case, recovery)
+        assert (node in recovery["nodes_lost"], len(recovery["ranks_respawned"])) == (not case.worker, case.worker), (case, recovery)
+        assert len(recovery["nodes_lost"]) == 2 - case.worker, (case, recovery)
     assert run_job(CASE, tmp_path / "reference", argv(CASE, iterations, None))["exit_code"] == 0
     assert steps(tmp_path / "disturbed") == steps(tmp_path / "reference")
