@@ -35,7 +35,7 @@ class Recovering(Saves):
         again, or give their nodes up too (ladder.py). If that leaves ranks without a process, begin (or begin again) one recovery. The
         values are the evidence."""
         again, lost = self._by_rung(nodes, workers or {}, now)
-        lost |= self._quarantined_with(lost, now)
+        lost |= self._quarantined_with({i: why for i, why in lost.items() if i not in may_return}, now)
         out: list[Decision] = []
         gone, evidence, heard = [], [], now
         for incarnation, why in lost.items():
