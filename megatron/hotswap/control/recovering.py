@@ -147,7 +147,7 @@ class Recovering(Saves):
         self.errors.clear()
         self.finished.clear()
         if self.recovery is None:
-            self.recovery = Recovery(now, heard, [], [], now)
+            self.recovery = Recovery(now, heard, [], [], now, over)
         else:
             self.recovery.attempts += 1
             self.recovery.restored.clear()

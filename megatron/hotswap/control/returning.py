@@ -101,7 +101,7 @@ class Returning(Starting, abc.ABC):
             agent.ranks[worker] = rank
             if event.ranks.get(worker) == rank:
                 agent.ready.add(worker)
-        if not mine and self.config.durable is not None and self.version > 0:
+        if not needed and self.config.durable is not None and self.version > 0:
             # It may have filled its slots, or be filling them, for a membership that was never decided, or without it: as a spare it
             # would take what it has there for its rank's.
             folder = self.config.durable.begin[self.tried :][:1]

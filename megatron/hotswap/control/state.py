@@ -137,8 +137,10 @@ class Control(Returning):
         return [log, *self._begin_recovery([], [f"the copy of {text}"], now, now)]
 
     def _worker_error(self, incarnation: str, event: m.WorkerError, now: float) -> list[Decision]:
-        over = self.version - 1 if self.phase is Phase.HALTING else self.version
-        if self._at_the_last_rung or event.version != over or event.rank not in self.agents[incarnation].ranks:
+        current = event.version == self.version
+        if self.phase is Phase.HALTING and self.recovery is not None:  # it may have met the halt on the way, and another one after that
+            current = self.recovery.first_over <= event.version < self.version
+        if self._at_the_last_rung or not current or event.rank not in self.agents[incarnation].ranks:
             return []
         log = Log("error", f"rank {event.rank} in step {event.step}: {event.text}", {"rank": event.rank, "step": event.step})
         if not event.collective:
