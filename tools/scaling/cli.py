@@ -54,6 +54,7 @@ def lay_out(
     python: o.Python = None,
     container: o.Container = None,
     srun: o.Srun = None,
+    megatron: o.Megatron = None,
     ask_for_gpus: o.AskForGpus = None,
     d2h_gb_per_s: o.D2h = None,
     h2h_gb_per_s: o.H2h = None,
@@ -72,6 +73,7 @@ def lay_out(
         python=sys.executable if local and python is None else python,
         container=container,
         srun=srun,
+        megatron=megatron,
         ask_for_gpus=ask_for_gpus,
     )
     settings = o.settings_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from .points import Point
@@ -34,7 +35,7 @@ def model_flags(point: Point, site: Site) -> list[str]:
         words.append("--bf16")
         words += ["--overlap-grad-reduce", "--overlap-param-gather"] if point.zero_stage == 1 else []
         words += ["--sequence-parallel"] if point.tensor > 1 else []
-    return words
+    return [*words, *shlex.split(site.megatron)]
 
 
 def training_command(point: Point, site: Site, steps: int) -> list[str]:

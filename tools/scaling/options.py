@@ -25,7 +25,7 @@ WarmUp = Annotated[int | None, typer.Option("--warm-up", help="First steps that 
 Steps = Annotated[int | None, typer.Option("--steps", help="Steps that are measured (50).")]
 After = Annotated[int | None, typer.Option("--after", help="Steps after the kill (5).")]
 Spares = Annotated[int | None, typer.Option("--spares", help="Spare nodes (1).")]
-Limit = Annotated[float | None, typer.Option("--run-limit-s", help="Longest that one run may take (1800).")]
+Limit = Annotated[float | None, typer.Option("--run-limit-s", help="Longest that one run may take (3600).")]
 Time = Annotated[str | None, typer.Option("--time", help="Slurm's time limit of a point; default: worked out.")]
 Account = Annotated[str | None, typer.Option("--account", help="As Slurm's: who pays.")]
 Partition = Annotated[str | None, typer.Option("--partition", help="As Slurm's: where it waits.")]
@@ -39,6 +39,9 @@ Interface = Annotated[str | None, typer.Option("--interface", help="Network inte
 Python = Annotated[str | None, typer.Option("--python", help="The interpreter on the nodes.")]
 Container = Annotated[str | None, typer.Option("--container", metavar="WORDS", help="What runs python inside a container.")]
 Srun = Annotated[str | None, typer.Option("--srun", metavar="FLAGS", help="More of srun's flags.")]
+Megatron = Annotated[
+    str | None, typer.Option("--megatron", metavar="FLAGS", help="More of Megatron's flags, for every point: '--transformer-impl local'.")
+]
 AskForGpus = Annotated[
     bool | None, typer.Option("--ask-for-gpus/--no-ask-for-gpus", help="Whether sbatch and srun get --gpus-per-node.")
 ]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _GREY = "#777777"
-_RESTART_SHADES = ("#5a2d00", "#9c4f00", COLORS[5], "#f2b98a")
+_RESTART_SHADES = ("#3b2410", "#7a5230", "#b08a63", "#ddc9b0")
 _RESTART_WORDS = ("restart: end", "restart: start", "restart: load", "restart: first step")
 _SERIES = {WEAK: ("the model grows", "o-", COLORS[0]), GPUS: ("one model", "s--", COLORS[2])}
 _DPI = 110
@@ -55,10 +55,11 @@ def draw(sweep: Sweep, found: Sequence[Figures], checked: Sequence[Checked]) -> 
     return written
 
 
-def _gpu_axis(axes: Axes, found: Sequence[Figures]) -> None:
-    counts = sorted({figures.point.gpus for figures in found})
+def _gpu_axis(axes: Axes, found: Sequence[Figures], also: Sequence[int] = ()) -> None:
+    counts = sorted({*(figures.point.gpus for figures in found), *also})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlim(counts[0] / 1.5, counts[-1] * 1.5)
     axes.minorticks_off()
     axes.set_xlabel("ranks that train")
     axes.grid(alpha=0.25)
@@ -78,7 +79,7 @@ def _steps(axes: list[Axes], found: Sequence[Figures]) -> None:
     _lines(times, found, lambda f: median([run.step_s for run in f.plain.values()]), "without", "--", COLORS[1])
     _lines(times, found, lambda f: median([run.step_s for run in f.hot_swap.values()]), "with hot-swap", "-", COLORS[0])
     times.set_ylabel("seconds of a step (median)")
-    times.set_ylim(bottom=0)
+    times.set_ylim(0, 1.3 * times.get_ylim()[1])
     times.legend(fontsize=8, frameon=False)
     for figures in found:
         ratios.plot([figures.point.gpus] * len(figures.ratios), figures.ratios, "o", color=COLORS[0], alpha=0.7, markersize=5)
@@ -91,8 +92,9 @@ def _steps(axes: list[Axes], found: Sequence[Figures]) -> None:
         stalls.plot([figures.point.gpus] * len(shares), shares, "o", color=COLORS[0], alpha=0.7, markersize=5)
     stalls.set_ylabel("exposed stall, % of a step")
     stalls.set_ylim(bottom=0)
-    for one in axes:
+    for one in (times, stalls):
         _gpu_axis(one, found)
+    _gpu_axis(ratios, found, OVERHEAD_GPUS)
 
 
 def _published_times(axes: Axes) -> None:

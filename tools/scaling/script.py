@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 from pathlib import Path
 
 from megatron.hotswap.cli.sbatch import BatchJob, wrapped
+from megatron.hotswap.errors import UsageError
 
 from .checks import Checked
 from .commands import ROOT, hot_swap_command, plain_command
@@ -33,6 +35,21 @@ def time_limit(sweep: Sweep, checked: Checked) -> str:
     minutes = _SLACK * settings.pairs * (steps * step + _STARTS * _START_S) / 60
     hours, left = divmod(_ROUNDED_TO_MIN * math.ceil(minutes / _ROUNDED_TO_MIN), 60)
     return f"{hours:02}:{left:02}:00"
+
+
+def hours_of(limit: str) -> float:
+    """A time limit as Slurm writes it: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, or DAYS- before hours and what follows.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if match is None:
+        raise UsageError(f"--time must be as Slurm writes it (90, 1:30:00, 1-12:00:00), got {limit!r}")
+    days, *rest = match.groups()
+    parts = [int(part) for part in rest if part is not None]
+    units = (1.0, 1 / 60, 1 / 3600) if days is not None or len(parts) == 3 else (1 / 60, 1 / 3600)
+    return 24 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def batch_job(sweep: Sweep, checked: Checked) -> BatchJob:
@@ -70,9 +87,8 @@ def batch_script(sweep: Sweep, checked: Checked) -> str:
     return _SCRIPT.format(
         directives="\n".join(f"#SBATCH {line}" for line in head),
         point=f"{point.model} on {point.gpus} ranks: {point.grid()}, ZeRO stage {point.zero_stage}, {point.global_batch} sequences of "
-        f"{point.sequence} a step (grid and batch: {point.source})",
-        nodes=f"{checked.nodes} nodes train, {settings.spares} wait as spares",
-        pairs=settings.pairs,
+        f"{point.sequence} tokens a step (grid and batch: {point.source}).",
+        nodes=f"{checked.nodes} nodes train; spares: {settings.spares}. Pairs of runs: {settings.pairs}",
         save_step=settings.save_step,
         fault_step=settings.fault_step,
         command="\n".join(f"# {line.strip()}" for line in wrapped(["pretrain_gpt.py", *plain[:cut]]).splitlines()),
@@ -89,10 +105,11 @@ def shown(folder: Path) -> Path:
 
 #: Braces that bash is to see are doubled.
 _SCRIPT = """#!/bin/bash
-# Made by `python tools/scaling layout`; submit it from the folder of the project. {point}.
+# Made by `python tools/scaling layout`; submit it from the folder of the project.
+# {point}
 {directives}
 
-# {nodes}. {pairs} times, in alternating order, on the same nodes:
+# {nodes}, in alternating order, on the same nodes:
 #   with hot-swap: step {save_step} is the last that is measured, a node is killed in step {fault_step}, a spare takes its ranks;
 #   plainly under torchrun: step {save_step} is the last that is measured, it is saved, all is killed, and started again from there.
 # What is done is not run again. Both train

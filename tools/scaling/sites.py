@@ -40,6 +40,7 @@ class Site:
     python: str = "python"
     container: str = ""
     srun: str = ""
+    megatron: str = ""  # more of Megatron's flags, for every point
     to_check: tuple[str, ...] = field(default=(), compare=False)
 
     @property

@@ -25,7 +25,7 @@ from .collect import collect
 from .commands import ROOT
 from .places import Allocation, Here
 from .points import Point, points_of, select
-from .script import batch_script, time_limit
+from .script import batch_script, hours_of, time_limit
 from .sites import Site
 from .sweep import SCRIPT_FILE, SUBMITTED_FILE, Settings, Submitted, Sweep, lay_out
 
@@ -84,7 +84,9 @@ def show_checks(sweep: Sweep, checked: list[Checked], console: Console) -> None:
             point.source,
         )
     Console(file=console.file, width=max(console.width, _TABLE_WIDTH)).print(table, highlight=False)
-    say(console, "Computed, not measured: `deadpool plan` on each point's command line. Last column: of grid and batch.")
+    say(console, "Computed, not measured: `deadpool plan` on each point's command line. Last column: where grid and batch are from.")
+    hours = [(one.nodes + sweep.settings.spares) * hours_of(time_limit(sweep, one)) for one in checked]
+    say(console, f"Node hours, at most: {sum(hours):.0f}, if every point takes all of its time.")
     if sweep.site.machine is not None:
         say(console, f"Speeds that no flag gave are assumed shares of data-sheet figures: {sweep.site.machine.source}.")
         say(console, "GB/GPU: weights, gradients, optimizer state; activations are not computed. GB/node: host memory for snapshots.")

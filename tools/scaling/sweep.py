@@ -52,7 +52,7 @@ class Settings:
     steps: int = 50
     after: int = 5
     spares: int = 1
-    run_limit_s: float = 1800.0
+    run_limit_s: float = 3600.0
 
     def __post_init__(self) -> None:
         least = {"pairs": 1, "warm_up": 1, "steps": _MEASURED_MIN, "after": 1, "spares": 1, "run_limit_s": 1}
