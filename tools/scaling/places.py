@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -29,6 +30,8 @@ from .sites import Site
 _POLL_S = 0.05
 _ENDS_WITHIN_S = 30.0
 _SCANCEL_TIMEOUT_S = 60.0
+#: A folder of each node's own for temporary files of the plain jobs, in bash.
+_SCRATCH = 'export TMPDIR="${TMPDIR:-/tmp}/deadpool-$SLURM_JOB_ID"'
 _FIRST_PORT, _PORTS = 20_000, 20_000
 #: Exit code where the processes of a job are gone and nobody has said why.
 LOST = 75
@@ -70,6 +73,10 @@ class Place(ABC):
     def plain(self, command: list[str], log: Path) -> Started:
         """Start the same without hot-swap; all ranks write to `log`."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Remove temporary files of the plain jobs: processes that are killed leave theirs. (Agents remove those of their workers.)"""
+
 
 def slots_on_this_node() -> int:
     """Bytes of host memory that an agent on this machine holds for snapshots, own and others'; of several agents, the one with most."""
@@ -88,10 +95,11 @@ def environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def _popen(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+def _popen(words: list[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    surroundings = {**environment(), **variables}
     with log.open("ab") as out:
         return subprocess.Popen(
-            words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            words, cwd=ROOT, env=surroundings, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
 
 
@@ -124,6 +132,7 @@ class Here(Place):
 
     def __init__(self, site: Site, count: int, spares: int) -> None:
         super().__init__(site, [f"node{index}" for index in range(count)], spares, "")
+        self._scratch = tempfile.TemporaryDirectory(prefix="dp-", ignore_cleanup_errors=True)
 
     def hot_swap(self, command: list[str], run_dir: Path, log: Path) -> Started:
         run = [self.site.python, "-m", "megatron.hotswap.cli.main", "run", "--run-dir", str(run_dir), "--no-picture"]
@@ -134,7 +143,10 @@ class Here(Place):
         ranks = len(self.nodes) * self.site.ranks_per_node
         torchrun = [self.site.python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         torchrun += ["--nproc-per-node", str(ranks), "--log-dir", str(log.parent / "torchrun")]
-        return _Tree(_popen([*torchrun, *command], log))
+        return _Tree(_popen([*torchrun, *command], log, TMPDIR=self._scratch.name))
+
+    def close(self) -> None:
+        self._scratch.cleanup()
 
 
 def node_srun(site: Site, node: str) -> list[str]:
@@ -177,14 +189,22 @@ class Allocation(Place):
     def plain(self, command: list[str], log: Path) -> Started:
         count, name = len(self.nodes), self._step_name("plain")
         gpus = [f"--gpus-per-node={self.site.gpus_per_node}"] if self.site.gpus_per_node else []
-        srun = f"srun --no-kill --kill-on-bad-exit=1 --nodes={count} --ntasks={count} --ntasks-per-node=1 --job-name={name}".split()
-        srun += [f"--nodelist={','.join(self.nodes)}", *gpus, *shlex.split(self.site.srun)]
+        srun = [*self._on_all(), "--kill-on-bad-exit=1", f"--job-name={name}", *gpus, *shlex.split(self.site.srun)]
         port = _FIRST_PORT + (int(self.job) * 31 + self._steps) % _PORTS  # another one each time: the last may not be free yet
         torchrun = [self.site.python, "-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node"]
         torchrun += [str(self.site.ranks_per_node), "--master-addr", self.nodes[0], "--master-port", str(port)]
         words = shlex.join([*shlex.split(self.site.container), *torchrun])
-        start = f'exec {words} --node-rank "$SLURM_NODEID" {shlex.join(command)}'
+        start = f'{_SCRATCH}; mkdir -p "$TMPDIR"; exec {words} --node-rank "$SLURM_NODEID" {shlex.join(command)}'
         return _Step(self.job, name, [_popen([*srun, "bash", "-c", start], log)], None)
+
+    def close(self) -> None:
+        if self._steps:
+            _slurm([*self._on_all(), "--job-name=remove", "bash", "-c", f'{_SCRATCH}; rm -rf "$TMPDIR"'])
+
+    def _on_all(self) -> list[str]:
+        """srun's words for a task on each node that trains."""
+        count = len(self.nodes)
+        return ["srun", "--no-kill", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(self.nodes)}"]
 
     def _step_name(self, kind: str) -> str:
         self._steps += 1

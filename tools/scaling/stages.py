@@ -182,7 +182,10 @@ def run_point(sweep: Sweep, name: str) -> int:
     count = nodes_of(point, sweep.site)
     place = (Here if sweep.local else Allocation)(sweep.site, count, sweep.settings.spares)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
-    return 1 if drive.run_point(sweep, point, place, lambda line: print(f"{name}: {line}", flush=True)) else 0
+    try:
+        return 1 if drive.run_point(sweep, point, place, lambda line: print(f"{name}: {line}", flush=True)) else 0
+    finally:
+        place.close()
 
 
 def run_all(sweep: Sweep, only: list[str] | None, console: Console) -> int:
