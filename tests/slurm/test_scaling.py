@@ -18,10 +18,11 @@ def test_a_sweep_of_one_point(lab: Lab, tmp_path: Path) -> None:
     """Both runs of a pair in one allocation of three nodes: a node is killed and replaced; the plain job is killed and started again. Then
     nothing is left to do, and nothing is submitted."""
     folder = tmp_path / "sweep"
-    sizes = ["--only", "tiny-0002", "--pairs", "1", "--warm-up", "3", "--steps", "10", "--after", "3", "--run-limit-s", "150", "--time", "20"]
+    sizes = ["--only", "tiny-0002", "--pairs", "1", "--warm-up", "3", "--steps", "10", "--after", "3"]
+    limits = ["--run-limit-s", "150", "--time", "20"]
     here = ["--python", sys.executable, "--interface", "eth0", "--setup", "export GLOO_SOCKET_IFNAME=eth0"]
     scaling = [sys.executable, str(ROOT / "tools/scaling")]
-    command = [*scaling, "sweep", str(folder), "--machine", "cpu", *sizes, *here]
+    command = [*scaling, "sweep", str(folder), "--machine", "cpu", *sizes, *limits, *here]
     told = lab.run(*command, check=False, timeout_s=_SWEEP_WITHIN_S)
     logs = "\n".join(path.read_text(errors="replace")[-3000:] for path in folder.glob("tiny-0002/**/*.log"))
     outputs = "\n".join(path.read_text(errors="replace") for path in folder.glob("tiny-0002/slurm-*.out"))

@@ -232,8 +232,8 @@ def test_the_users_flags_take_the_place_of_the_machines() -> None:
     site = options.described(sites.SITES["perlmutter"], ["--mail-type=END"], ["module load x"], account="m1", qos="debug", interface="hsn1")
     assert site.directives == ("--constraint=gpu", "--account=m1", "--qos=debug", "--mail-type=END")
     assert (site.setup, site.interface) == (("module load x",), "hsn1")
-    measured = options.speeds_of(site, 20.0, None, 150.0)
-    assert (measured.d2h, measured.flops_per_gpu, measured.h2h) == (20e9, 150e12, site.speeds().h2h)
+    measured = options.speeds_of(site, 20.0, None, 5.0, 150.0)
+    assert (measured.d2h, measured.checksum, measured.flops_per_gpu, measured.h2h) == (20e9, 5e9, 150e12, site.speeds().h2h)
 
 
 # ---- what the runs leave behind
@@ -388,6 +388,8 @@ def test_where_a_point_stands(laid_out: Sweep) -> None:
     queued = standing.of_point(clustered, small, {"17": "PENDING (Priority)"}, False)
     assert (queued.state, queued.detail, queued.live) == ("queued", "job 17: PENDING (Priority)", True)
     assert standing.of_point(clustered, small, {"17": "RUNNING (None)"}, False).state == "running"
+    unheard = standing.of_point(clustered, small, None, False)
+    assert (unheard.state, unheard.live) == ("not known", True)
     second[1, PLAIN].clear()
     gone = standing.of_point(clustered, small, {}, False)
     assert gone.state == "ended" and "slurm-17.out" in gone.detail and not gone.live

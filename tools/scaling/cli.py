@@ -58,6 +58,7 @@ def lay_out(
     ask_for_gpus: o.AskForGpus = None,
     d2h_gb_per_s: o.D2h = None,
     h2h_gb_per_s: o.H2h = None,
+    checksum_gb_per_s: o.Checksum = None,
     tflops_per_gpu: o.Tflops = None,
 ) -> None:
     """Both commands: they take the same flags."""
@@ -79,7 +80,7 @@ def lay_out(
     settings = o.settings_of(
         local, pairs=pairs, warm_up=warm_up, steps=steps, after=after, spares=spares, run_limit_s=run_limit_s
     )
-    speeds = o.speeds_of(site, d2h_gb_per_s, h2h_gb_per_s, tflops_per_gpu)
+    speeds = o.speeds_of(site, d2h_gb_per_s, h2h_gb_per_s, checksum_gb_per_s, tflops_per_gpu)
     laid_out = stages.layout(folder, site, settings, only, speeds, local, dry_run, Console())
     if not dry_run and context.info_name == "sweep":
         raise typer.Exit(stages.run_all(laid_out, only, Console()))

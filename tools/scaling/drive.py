@@ -21,6 +21,7 @@ from jobs import step_times
 
 from megatron.hotswap.cli.client import call
 from megatron.hotswap.cli.faults import parse_target
+from megatron.hotswap.control.messages import Injection
 from megatron.hotswap.errors import UsageError
 
 from .collect import last_step, read_recoveries
@@ -87,10 +88,9 @@ def hot_swap(sweep: Sweep, point: Point, run: Run, place: Place) -> dict[str, ob
     started = place.hot_swap(command, run.run_dir, log)
     try:
         for _ in _while_running(started, settings):
-            step = last_step(run.run_dir)
-            if step >= 1 and not armed:
-                call(run.run_dir, fault)
-                host_bytes, armed = slots_on_this_node(), True
+            if not armed and (step := last_step(run.run_dir)) >= 1:
+                armed = _arm(run.run_dir, fault, step)
+                host_bytes = slots_on_this_node()
         code = started.code()
     finally:
         started.kill()
@@ -100,6 +100,22 @@ def hot_swap(sweep: Sweep, point: Point, run: Run, place: Place) -> dict[str, ob
     if lost != [place.victim]:
         raise RunFailed(f"{place.victim} was to be lost and replaced once, and the job's record says: {', '.join(lost) or 'nothing lost'}")
     return {"host_bytes": host_bytes or None}
+
+
+def _arm(run_dir: Path, fault: Injection, step: int) -> bool:
+    """Have the node killed in a later step; False: the coordinator did not answer, and there is time to ask again.
+
+    Raises:
+        RunFailed: there is not.
+    """
+    try:
+        call(run_dir, fault)
+    except UsageError as failure:
+        assert fault.at_step is not None
+        if step + 1 < fault.at_step:
+            return False
+        raise RunFailed(f"the kill in step {fault.at_step} could not be ordered: {failure}") from failure
+    return True
 
 
 def plain(sweep: Sweep, point: Point, run: Run, place: Place) -> dict[str, object]:

@@ -47,6 +47,7 @@ AskForGpus = Annotated[
 ]
 D2h = Annotated[float | None, typer.Option("--d2h-gb-per-s", help="For the check: measured, of each rank, not of data sheets.")]
 H2h = Annotated[float | None, typer.Option("--h2h-gb-per-s", help="For the check: measured, of a node, each direction.")]
+Checksum = Annotated[float | None, typer.Option("--checksum-gb-per-s", help="For the check: measured, CRC32C on one core.")]
 Tflops = Annotated[float | None, typer.Option("--tflops-per-gpu", help="For the check: reached by training.")]
 
 
@@ -83,11 +84,7 @@ def settings_of(local: bool, **told: float | None) -> Settings:
     return replace(LOCAL_SETTINGS if local else Settings(), **given)  # type: ignore[arg-type]
 
 
-def speeds_of(site: Site, d2h_gb: float | None, h2h_gb: float | None, tflops: float | None) -> Speeds:
-    """The site's speeds, with measured ones in their place."""
-    measured = {
-        "d2h": None if d2h_gb is None else d2h_gb * GB,
-        "h2h": None if h2h_gb is None else h2h_gb * GB,
-        "flops_per_gpu": None if tflops is None else tflops * 1e12,
-    }
-    return replace(site.speeds(), **{name: value for name, value in measured.items() if value is not None})
+def speeds_of(site: Site, d2h_gb: float | None, h2h_gb: float | None, checksum_gb: float | None, tflops: float | None) -> Speeds:
+    """The site's speeds, with measured ones in their place: GB a second, and 10^12 operations."""
+    measured = {"d2h": (d2h_gb, GB), "h2h": (h2h_gb, GB), "checksum": (checksum_gb, GB), "flops_per_gpu": (tflops, 1e12)}
+    return replace(site.speeds(), **{name: value * unit for name, (value, unit) in measured.items() if value is not None})

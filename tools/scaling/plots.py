@@ -98,7 +98,8 @@ def _steps(axes: list[Axes], found: Sequence[Figures]) -> None:
 
 
 def _published_times(axes: Axes) -> None:
-    axes.axhspan(published.SWAP.low, published.SWAP.high, color=_GREY, alpha=0.5, label="published: hot swap")
+    axes.axhspan(published.SWAP.low, published.SWAP.high, color=_GREY, alpha=0.5, label="published: hot swap, compared")
+    axes.axhline(published.ANY_SWAP.high, color=_GREY, linestyle="--", linewidth=0.8, label="published: hot swap, all under")
     axes.axhline(published.RESTART.low, color=_GREY, linestyle=":", label="published: restart, about")
 
 
@@ -137,7 +138,7 @@ def _phase_bars(axes: Axes, found: Sequence[Figures]) -> None:
             widths = [median([r.phases.get(name, 0.0) for r in of(f)]) or 0.0 for f in found]
             axes.barh([row + offset for row in rows], widths, left=left, height=height, color=color, label=label)
             left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.axvspan(published.SWAP.low, published.SWAP.high, color=_GREY, alpha=0.4, label="published: hot swap")
+    axes.axvspan(published.SWAP.low, published.SWAP.high, color=_GREY, alpha=0.4, label="published: hot swap, compared")
     axes.axvline(published.RESTART.low, color=_GREY, linestyle=":", label="published: restart, about")
     axes.set_yticks(list(rows), [f.point.name for f in found])
     axes.invert_yaxis()

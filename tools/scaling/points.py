@@ -2,7 +2,8 @@
 
 Published (megatron/hotswap/simulate/published.py and the abstract of arXiv:2607.01646): the ranges, 8 to 512 A100 and up to 64 GH200,
 GPTs of 0.6 to 65 billion parameters. Not known here: which model ran on how many GPUs, with which TP, PP, DP, ZeRO stage and batch. So
-every grid below is our own choice, and says so; where one becomes known, its point gets `PUBLISHED` and its source.
+every grid below is our own choice, and says so; where one becomes known, its point gets `PUBLISHED`, and its source stands beside it.
+They are those of megatron/hotswap/sizing/paper.py, but where these go beyond the published ranges.
 
 Two series for each machine. `weak`: the model grows with the GPUs, so that a GPU has about as many parameters at every point, and the
 batch stays; `gpus`: one model, and the batch grows with its data-parallel replicas. A point may be in both.

@@ -85,6 +85,8 @@ def show_checks(sweep: Sweep, checked: list[Checked], console: Console) -> None:
         )
     Console(file=console.file, width=max(console.width, _TABLE_WIDTH)).print(table, highlight=False)
     say(console, "Computed, not measured: `deadpool plan` on each point's command line. Last column: where grid and batch are from.")
+    if sweep.local:
+        return
     hours = [(one.nodes + sweep.settings.spares) * hours_of(time_limit(sweep, one)) for one in checked]
     say(console, f"Node hours, at most: {sum(hours):.0f}, if every point takes all of its time.")
     if sweep.site.machine is not None:
@@ -123,7 +125,7 @@ def submit(sweep: Sweep, only: list[str] | None, console: Console) -> int:
     code = 0
     for point in wanted:
         if point.name in live:
-            say(console, f"{point.name}: is in the queue already")
+            say(console, f"{point.name}: is in the queue already, or may be")
             continue
         words = ["sbatch", "--parsable", str(os.path.abspath(sweep.folder_of(point) / SCRIPT_FILE))]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+
+from megatron.hotswap.errors import UsageError
 
 from .collect import reached
 from .points import Point
@@ -35,12 +36,12 @@ class Standing:
 
 def standings(sweep: Sweep, running: Point | None = None) -> list[Standing]:
     """All of them. `running`: the point that runs on this machine, of a local sweep."""
-    queue = {} if sweep.local else jobs_in_queue()
+    queue: dict[str, str] | None = {} if sweep.local else jobs_in_queue()
     return [of_point(sweep, point, queue, point == running) for point in sweep.points]
 
 
-def of_point(sweep: Sweep, point: Point, queue: dict[str, str], running: bool) -> Standing:
-    """One of them. `queue`: job -> what Slurm says of it."""
+def of_point(sweep: Sweep, point: Point, queue: dict[str, str] | None, running: bool) -> Standing:
+    """One of them. `queue`: job -> what Slurm says of it; None: it does not answer, so a point that was submitted may still run."""
     runs = list(sweep.runs(point))
     results = [(run, run.result()) for run in runs]
     done = sum(result is not None and result.ended == "done" for _, result in results)
@@ -49,7 +50,9 @@ def of_point(sweep: Sweep, point: Point, queue: dict[str, str], running: bool) -
     if done == len(runs):
         return Standing(point.name, "done", counted, "", False)
     submitted = None if sweep.local else sweep.submitted(point)
-    said = queue.get(submitted.job) if submitted else None
+    if submitted is not None and queue is None:
+        return Standing(point.name, "not known", counted, f"job {submitted.job}: squeue does not answer", True)
+    said = queue.get(submitted.job) if submitted is not None and queue is not None else None
     if running or (said is not None and said.startswith("RUNNING")):
         now = [f"{run.name}: step {reached(run)}" for run, result in results if result is None and run.folder.is_dir()]
         return Standing(point.name, "running", counted, "; ".join([*failed, *now]), True)
@@ -63,16 +66,21 @@ def of_point(sweep: Sweep, point: Point, queue: dict[str, str], running: bool) -
     return Standing(point.name, "not run" if done == 0 else "partly run", counted, "", False)
 
 
-def jobs_in_queue() -> dict[str, str]:
-    """This user's jobs -> their state and its reason. Empty where Slurm does not answer."""
+def jobs_in_queue() -> dict[str, str] | None:
+    """This user's jobs -> their state and its reason. None: Slurm does not answer now.
+
+    Raises:
+        UsageError: there is no Slurm here.
+    """
     words = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%i %T (%r)"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_QUEUE_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as failure:
-        print(f"scaling: squeue: {failure}", file=sys.stderr)
-        return {}
+    except OSError as failure:
+        raise UsageError(f"squeue cannot be run here ({failure}): follow a sweep of a cluster on its login node") from failure
+    except subprocess.TimeoutExpired:
+        return None
     if done.returncode:
-        print(f"scaling: squeue: {done.stderr.strip()}", file=sys.stderr)
+        return None
     listed = (line.split(None, 1) for line in done.stdout.splitlines())
     return {words[0]: words[1] for words in listed if len(words) > 1}
 

@@ -72,7 +72,7 @@ def as_json(sweep: Sweep, found: Sequence[Figures], checked: Sequence[Checked]) 
             }
             for figures, one in zip(found, checked, strict=True)
         ],
-        "published": [msgspec.to_builtins(figure) for figure in published.FIGURES],
+        "published": [msgspec.to_builtins(figure) for figure in (*published.FIGURES, published.ANY_SWAP)],
     }
 
 
@@ -114,14 +114,21 @@ def _steps(found: Sequence[Figures]) -> str:
 
 
 def _recovery(found: Sequence[Figures]) -> str:
-    swaps = [(f.point.name, *_phases(f.recoveries, PHASE_WORDS), _spread([r.total_s for r in f.recoveries])) for f in found]
+    swaps = [
+        (
+            *(f.point.name, *_phases(f.recoveries, PHASE_WORDS), _spread([r.total_s for r in f.recoveries])),
+            _spread([r.steps_rerun for r in f.recoveries]),
+            _spread([r.bytes_restored / GB for r in f.recoveries], "{:.3g}"),
+        )
+        for f in found
+    ]
     restarts = [
         (f.point.name, *_phases(f.restarts, RESTART_PHASES), _spread([r.total_s for r in f.restarts]), _times_less(f)) for f in found
     ]
     return "\n\n".join(
         [
             "Seconds from the kill of a node to the end of the first step after it; the total is less a normal step.",
-            _table(("hot-swap", *PHASE_WORDS.values(), "total"), swaps),
+            _table(("hot-swap", *PHASE_WORDS.values(), "total", "steps again", "GB restored"), swaps),
             "The plain job, killed as a whole in the step after its checkpoint and started again at once in the same allocation: no time "
             "to notice, none in a queue, no step to repeat.",
             _table(("restart", *(_RESTART_WORDS[name] for name in RESTART_PHASES), "total", "over hot-swap"), restarts),
