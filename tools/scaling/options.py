@@ -14,13 +14,13 @@ from megatron.hotswap.sizing.job import Speeds
 from .sites import SITES, Site, with_user
 from .sweep import Settings
 
-#: Short enough that all points of the CPU sweep take some minutes on two cores.
-LOCAL_SETTINGS = Settings(pairs=1, warm_up=5, steps=20, after=5, run_limit_s=300.0)
+#: Short enough that all points of the CPU sweep take two to three minutes on two cores that are free.
+LOCAL_SETTINGS = Settings(pairs=2, warm_up=5, steps=20, after=5, run_limit_s=300.0)
 
 Machine = Annotated[str | None, typer.Option("--machine", help=f"One of {', '.join(SITES)}; default with --local: cpu.")]
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="POINT", help="Only this point, such as 6.7B-0064; repeatable.")]
 Local = Annotated[bool, typer.Option("--local", help="Run the CPU sweep on this machine, without Slurm.")]
-Pairs = Annotated[int | None, typer.Option("--pairs", help="Runs with hot-swap and without, of each point (2).")]
+Pairs = Annotated[int | None, typer.Option("--pairs", help="Pairs of runs, with hot-swap and without, of each point (2).")]
 WarmUp = Annotated[int | None, typer.Option("--warm-up", help="First steps that are dropped (10).")]
 Steps = Annotated[int | None, typer.Option("--steps", help="Steps that are measured (50).")]
 After = Annotated[int | None, typer.Option("--after", help="Steps after the kill (5).")]

@@ -29,9 +29,11 @@ from .sites import Site
 
 _POLL_S = 0.05
 _ENDS_WITHIN_S = 30.0
-_SCANCEL_TIMEOUT_S = 60.0
+_SLURM_TIMEOUT_S = 60.0
 #: A folder of each node's own for temporary files of the plain jobs, in bash.
 _SCRATCH = 'export TMPDIR="${TMPDIR:-/tmp}/deadpool-$SLURM_JOB_ID"'
+#: What the agent of a node that was killed has left there, in Python.
+_SWEEP = "from megatron.hotswap.agent.scratch import sweep; sweep()"
 _FIRST_PORT, _PORTS = 20_000, 20_000
 #: Exit code where the processes of a job are gone and nobody has said why.
 LOST = 75
@@ -75,7 +77,7 @@ class Place(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Remove temporary files of the plain jobs: processes that are killed leave theirs. (Agents remove those of their workers.)"""
+        """Remove temporary files: processes that are killed leave theirs."""
 
 
 def slots_on_this_node() -> int:
@@ -199,7 +201,8 @@ class Allocation(Place):
 
     def close(self) -> None:
         if self._steps:
-            _slurm([*self._on_all(), "--job-name=remove", "bash", "-c", f'{_SCRATCH}; rm -rf "$TMPDIR"'])
+            python = shlex.join([*shlex.split(self.site.container), self.site.python, "-c", _SWEEP])
+            _slurm([*self._on_all(), "--job-name=remove", "bash", "-c", f'{python}; {_SCRATCH}; rm -rf "$TMPDIR"'])
 
     def _on_all(self) -> list[str]:
         """srun's words for a task on each node that trains."""
@@ -254,7 +257,7 @@ class _Step(Started):
 
 def _slurm(words: list[str]) -> str:
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_SCANCEL_TIMEOUT_S)
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=_SLURM_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as failure:
         print(f"scaling: {shlex.join(words)}: {failure}", file=sys.stderr, flush=True)
         return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,18 +12,16 @@ from megatron.hotswap.simulate import published
 from megatron.hotswap.sizing.advice import GB
 
 from .checks import Checked
-from .collect import Figures, median
+from .collect import Figures, Recovery, median
 from .compare import OVERHEAD_GPUS
-from .drive import RESTART_PHASES
 from .points import GPUS, WEAK
-from .sweep import Sweep
+from .sweep import Restart, Sweep
+from .tables import RESTART_WORDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _GREY = "#777777"
-_RESTART_SHADES = ("#3b2410", "#7a5230", "#b08a63", "#ddc9b0")
-_RESTART_WORDS = ("restart: end", "restart: start", "restart: load", "restart: first step")
 _SERIES = {WEAK: ("the model grows", "o-", COLORS[0]), GPUS: ("one model", "s--", COLORS[2])}
 _DPI = 110
 
@@ -36,19 +34,20 @@ def draw(sweep: Sweep, found: Sequence[Figures], checked: Sequence[Checked]) -> 
     import matplotlib.pyplot as plt
 
     billions = {one.point.name: one.plan.parameters / 1e9 for one in checked}
-    pictures: list[tuple[str, bool, Callable[[list[Axes]], None], int]] = [
-        ("steps.png", any(f.hot_swap or f.plain for f in found), lambda axes: _steps(axes, found), 3),
-        ("recovery.png", any(f.recoveries or f.restarts for f in found), lambda axes: _recovery(axes, found, billions), 3),
-        ("memory.png", True, lambda axes: _memory(axes[0], found, checked), 1),
+    pictures: list[tuple[str, bool, Callable[[list[Axes]], None], tuple[int, int]]] = [
+        ("steps.png", any(f.hot_swap or f.plain for f in found), lambda axes: _steps(axes, found), (1, 3)),
+        ("recovery.png", any(f.recoveries or f.restarts for f in found), lambda axes: _recovery(axes, found, billions), (2, 2)),
+        ("memory.png", True, lambda axes: _memory(axes[0], found, checked), (1, 1)),
     ]
     written = []
-    for name, anything, fill, columns in pictures:
+    for name, anything, fill, (rows, columns) in pictures:
         if not anything:
             continue
-        figure, axes = plt.subplots(1, columns, figsize=(5.2 * columns, 4.2), squeeze=False, layout="constrained")
-        fill(list(axes[0]))
-        note = " (CPUs: to try the chain, no figure of a GPU)" if sweep.site.machine is None else ""
-        figure.suptitle(f"{sweep.site.title}, commit {sweep.commit}{note}", fontsize=10)
+        size = (max(6.5, 5.2 * columns), 4.4 * rows)
+        figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+        fill(list(axes.flat))
+        note = ", no figure of a GPU" if sweep.site.machine is None else ""
+        figure.suptitle(f"{sweep.site.title.partition(':')[0]}{note}; commit {sweep.commit}", fontsize=10)
         figure.savefig(sweep.folder / name, dpi=_DPI)
         plt.close(figure)
         written.append(sweep.folder / name)
@@ -104,9 +103,10 @@ def _published_times(axes: Axes) -> None:
 
 
 def _recovery(axes: list[Axes], found: Sequence[Figures], billions: dict[str, float]) -> None:
-    bars, by_size, by_gpus = axes
-    there = [f for f in found if f.recoveries or f.restarts]
-    _phase_bars(bars, sorted(there, key=lambda f: (billions[f.point.name], f.point.gpus)))
+    swap_bars, restart_bars, by_size, by_gpus = axes
+    there = sorted((f for f in found if f.recoveries or f.restarts), key=lambda f: (billions[f.point.name], f.point.gpus))
+    _phase_bars(swap_bars, there, lambda f: f.recoveries, PHASE_WORDS, "hot-swap")
+    _phase_bars(restart_bars, there, lambda f: f.restarts, RESTART_WORDS, "restart")
     for f in there:
         x = billions[f.point.name]
         by_size.plot([x] * len(f.recoveries), [r.total_s for r in f.recoveries], "o", color=COLORS[0], markersize=5)
@@ -120,30 +120,26 @@ def _recovery(axes: list[Axes], found: Sequence[Figures], billions: dict[str, fl
     for one in (by_size, by_gpus):
         _published_times(one)
         one.set_yscale("log")
-        one.set_ylabel("seconds from the kill to the next step's end")
-        one.legend(fontsize=8, frameon=False)
+        one.set_ylabel("s, from the kill to the next step's end")
+        one.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
 
 
-def _phase_bars(axes: Axes, found: Sequence[Figures]) -> None:
-    """For each point a bar of its recovery by phase, and one of its restart; medians of each phase."""
-    height = 0.38
-    kinds = (
-        (lambda f: f.recoveries, tuple(PHASE_WORDS), tuple(PHASE_WORDS.values()), COLORS, -height / 2),
-        (lambda f: f.restarts, RESTART_PHASES, _RESTART_WORDS, _RESTART_SHADES, height / 2),
-    )
-    rows = range(len(found))
-    for of, phases, words, colors, offset in kinds:
-        left = [0.0] * len(found)
-        for name, label, color in zip(phases, words, colors, strict=False):
-            widths = [median([r.phases.get(name, 0.0) for r in of(f)]) or 0.0 for f in found]
-            axes.barh([row + offset for row in rows], widths, left=left, height=height, color=color, label=label)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.axvspan(published.SWAP.low, published.SWAP.high, color=_GREY, alpha=0.4, label="published: hot swap, compared")
-    axes.axvline(published.RESTART.low, color=_GREY, linestyle=":", label="published: restart, about")
-    axes.set_yticks(list(rows), [f.point.name for f in found])
+def _phase_bars(
+    axes: Axes,
+    found: Sequence[Figures],
+    of: Callable[[Figures], Sequence[Recovery] | Sequence[Restart]],
+    phases: Mapping[str, str],
+    what: str,
+) -> None:
+    """A bar for each point, of the medians of its phases; the smallest model above."""
+    names, left = [f.point.name for f in found], [0.0] * len(found)
+    for (name, words), color in zip(phases.items(), COLORS, strict=False):
+        widths = [median([r.phases.get(name, 0.0) for r in of(f)]) or 0.0 for f in found]
+        axes.barh(names, widths, left=left, height=0.6, color=color, label=words)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlabel("seconds by phase (medians; a normal step is in them)")
-    axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    axes.set_xlabel(f"{what}: seconds by phase (a normal step is in them)")
+    axes.legend(fontsize=8, ncols=len(phases), columnspacing=1.0, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
 
 
 def _memory(axes: Axes, found: Sequence[Figures], checked: Sequence[Checked]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from megatron.hotswap.sizing.advice import GB
 from . import compare
 from .checks import Checked
 from .collect import Figures, Recovery, median
-from .drive import RESTART_PHASES
 from .sweep import Restart, Sweep
 
 FILES = ("report.md", "figures.json")
-_RESTART_WORDS = {"end_s": "end", "start_s": "start", "load_s": "load", "first_step_s": "first step"}
+#: Phases of a restart (drive.py), in words.
+RESTART_WORDS = {"end_s": "end", "start_s": "start", "load_s": "load", "first_step_s": "first step"}
 
 
 def text(sweep: Sweep, found: Sequence[Figures], checked: Sequence[Checked]) -> str:
@@ -123,7 +123,7 @@ def _recovery(found: Sequence[Figures]) -> str:
         for f in found
     ]
     restarts = [
-        (f.point.name, *_phases(f.restarts, RESTART_PHASES), _spread([r.total_s for r in f.restarts]), _times_less(f)) for f in found
+        (f.point.name, *_phases(f.restarts, RESTART_WORDS), _spread([r.total_s for r in f.restarts]), _times_less(f)) for f in found
     ]
     return "\n\n".join(
         [
@@ -131,12 +131,12 @@ def _recovery(found: Sequence[Figures]) -> str:
             _table(("hot-swap", *PHASE_WORDS.values(), "total", "steps again", "GB restored"), swaps),
             "The plain job, killed as a whole in the step after its checkpoint and started again at once in the same allocation: no time "
             "to notice, none in a queue, no step to repeat.",
-            _table(("restart", *(_RESTART_WORDS[name] for name in RESTART_PHASES), "total", "over hot-swap"), restarts),
+            _table(("restart", *RESTART_WORDS.values(), "total", "over hot-swap"), restarts),
         ]
     )
 
 
-def _phases(recoveries: Sequence[Recovery] | Sequence[Restart], names: Sequence[str] | dict[str, str]) -> list[str]:
+def _phases(recoveries: Sequence[Recovery] | Sequence[Restart], names: Iterable[str]) -> list[str]:
     return [_spread([r.phases[name] for r in recoveries if name in r.phases], "{:.3g}") for name in names]
 
 
