@@ -22,7 +22,7 @@ from megatron.hotswap.simulate import published
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
 
-from scaling import checks, commands, compare, options, script, sites, standing, sweep, tables  # noqa: E402 - from the folders named above
+from scaling import checks, commands, compare, machine, options, script, sites, standing, sweep, tables  # noqa: E402 - from the folders named above
 from scaling.cli import app  # noqa: E402
 from scaling.collect import collect  # noqa: E402
 from scaling.places import Allocation, node_srun  # noqa: E402
@@ -32,6 +32,7 @@ from scaling.sweep import HOT_SWAP, PLAIN, Restart, Result, Settings, Sweep, lay
 ALL = [point for points in SWEEPS.values() for point in points]
 CPU = sites.SITES["cpu"]
 SMALL = Settings(pairs=2, warm_up=2, steps=3, after=1)
+RAN_ON = {"hardware": "4 x NVIDIA A100 (driver 1)", "software": "commit abc, torch 2"}
 RESTART_PHASES = {"end_s": 1.0, "start_s": 20.0, "load_s": 4.0, "first_step_s": 5.25}
 SWAP_PHASES = {"detect_s": 1.0, "halt_s": 0.5, "plan_s": 0.0, "rebuild_s": 2.0, "restore_s": 1.0, "first_step_s": 0.75}
 
@@ -53,7 +54,7 @@ def test_every_point_can_be_laid_out(point: Point, tmp_path: Path) -> None:
     assert found.plan.fits is not False and found.plan.hides is not False
     assert found.nodes * site.ranks_per_node == point.gpus
     path = tmp_path / "job.sbatch"
-    path.write_text(script.batch_script(Sweep(tmp_path, "c", False, site, Settings(), (point,)), found))
+    path.write_text(script.batch_script(Sweep(tmp_path, False, site, Settings(), (point,)), found))
     subprocess.run(["bash", "-n", str(path)], check=True)
     lines = path.read_text().splitlines()
     assert f"#SBATCH --nodes={found.nodes + 1}" in lines and "#SBATCH --no-kill" in lines and "#SBATCH --no-requeue" in lines
@@ -61,10 +62,10 @@ def test_every_point_can_be_laid_out(point: Point, tmp_path: Path) -> None:
 
 
 def test_the_sweeps_span_what_was_published_and_say_whose_choice_the_grids_are() -> None:
-    gpus = {machine: [point.gpus for point in points] for machine, points in SWEEPS.items()}
+    gpus = {key: [point.gpus for point in points] for key, points in SWEEPS.items()}
     assert (min(gpus["perlmutter"]), max(gpus["perlmutter"]), max(gpus["vista"])) == (8, 512, 64)
-    for machine in ("perlmutter", "vista"):
-        assert {point.model for point in SWEEPS[machine]} == {"0.6B", "1.3B", "2.7B", "6.7B", "13B", "30B", "65B"}
+    for key in ("perlmutter", "vista"):
+        assert {point.model for point in SWEEPS[key]} == {"0.6B", "1.3B", "2.7B", "6.7B", "13B", "30B", "65B"}
     assert all(point.source == OWN_CHOICE for point in ALL)
     names = [(point.machine, point.name) for point in ALL]
     assert len(set(names)) == len(names)
@@ -72,10 +73,10 @@ def test_the_sweeps_span_what_was_published_and_say_whose_choice_the_grids_are()
 
 def test_weak_scaling_keeps_a_gpus_work_within_half_and_twice_of_the_others() -> None:
     """Parameters x sequences a GPU. (Vista's last points of `weak` have 64 GPUs, however large the model.)"""
-    for machine, series in (("perlmutter", "weak"), ("perlmutter", "gpus"), ("vista", "gpus")):
-        points = [point for point in SWEEPS[machine] if series in point.series]
+    for key, series in (("perlmutter", "weak"), ("perlmutter", "gpus"), ("vista", "gpus")):
+        points = [point for point in SWEEPS[key] if series in point.series]
         work = [float(point.model.removesuffix("B")) * point.global_batch / point.gpus for point in points]
-        assert max(work) <= 2 * min(work), (machine, series, work)
+        assert max(work) <= 2 * min(work), (key, series, work)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_a_sweep_is_read_as_it_was_laid_out_and_can_only_grow(tmp_path: Path) ->
 
 
 def test_who_is_first_alternates() -> None:
-    laid_out = Sweep(Path("x"), "c", True, CPU, replace(SMALL, pairs=3), points_of("cpu"))
+    laid_out = Sweep(Path("x"), True, CPU, replace(SMALL, pairs=3), points_of("cpu"))
     orders = [[run.kind for run in laid_out.runs(point) if run.first] for point in laid_out.points]
     assert orders == [[HOT_SWAP, PLAIN, HOT_SWAP], [PLAIN, HOT_SWAP, PLAIN]]
     assert all(len(list(laid_out.runs(point))) == 6 for point in laid_out.points)
@@ -266,7 +267,7 @@ def megatron_log(steps: int, step_s: float) -> str:
 
 
 def result_of(run: sweep.Run, ended: str = "done", reason: str = "", **more: Any) -> Result:
-    return Result(ended=ended, reason=reason, began=1.0, took_s=2.0, first=run.first, nodes=["node0", "node1"], **more)
+    return Result(ended=ended, reason=reason, began=1.0, took_s=2.0, first=run.first, nodes=["node0", "node1"], **RAN_ON, **more)
 
 
 @pytest.fixture
@@ -345,6 +346,7 @@ def test_the_report_of_a_part_shows_it_and_says_what_is_missing(laid_out: Sweep)
     assert re.search(r"\| tiny-0002 +\| 2 .*\| 0\.4 +\| 0\.5 +\| 1\.2500 ", report), report
     assert "29.8 to 32.6 s   | 4.75 s" in report and "6.3 times" in report
     assert "- small-0004/pair-2/plain: has not been run" in report
+    assert "- 4 x NVIDIA A100 (driver 1); commit abc, torch 2" in report
     for name in ("steps.png", "recovery.png", "memory.png"):
         assert (laid_out.folder / name).read_bytes().startswith(b"\x89PNG")
     figures = json.loads((laid_out.folder / "figures.json").read_text())
@@ -393,6 +395,22 @@ def test_where_a_point_stands(laid_out: Sweep) -> None:
     second[1, PLAIN].clear()
     gone = standing.of_point(clustered, small, {}, False)
     assert gone.state == "ended" and "slurm-17.out" in gone.detail and not gone.live
+
+
+def test_only_one_process_makes_the_runs_of_a_point(laid_out: Sweep) -> None:
+    tiny, small = laid_out.points
+    assert not laid_out.is_running(tiny)
+    with laid_out.running(tiny):
+        assert laid_out.is_running(tiny) and not laid_out.is_running(small)
+        assert standing.of_point(laid_out, tiny, {}, False).live
+        result = call("run-point", str(laid_out.folder), tiny.name)
+        assert "another process makes the runs of this point" in str(result.exception)
+    assert not laid_out.is_running(tiny) and not (laid_out.folder_of(tiny) / "pair-1").exists()
+
+
+def test_what_a_run_was_made_on_is_said() -> None:
+    assert re.search(r"\d+ cores of .+, [\d.]+ GiB$", machine.hardware_here())
+    assert re.match(r"commit \w+.*, python 3\.\d+.*, torch \d", machine.software_here())
 
 
 def test_every_shape_divides_its_heads() -> None:

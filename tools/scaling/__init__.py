@@ -7,6 +7,7 @@
     sweep.py      the sweep's folder: sweep.json, a folder for each point, what is done and what is not
     script.py     the batch script of a point
     places.py     how a run is started: by srun within an allocation, or on this machine
+    machine.py    what a run was made on
     drive.py      the runs of a point one after the other: pairs, the kill of a node, the restart from a checkpoint
     collect.py    figures out of what the runs left behind, whole or not
     follow.py    where every point stands

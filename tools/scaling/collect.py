@@ -76,6 +76,7 @@ class Figures:
     hot_swap: dict[int, WithHotSwap] = field(default_factory=dict)  # by pair
     plain: dict[int, Without] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)  # a sentence for each run without figures
+    ran_on: set[tuple[str, str]] = field(default_factory=set)  # hardware and software of the runs that give figures
 
     @property
     def ratios(self) -> list[float]:
@@ -109,6 +110,8 @@ def collect(sweep: Sweep) -> list[Figures]:
                     figures.hot_swap[run.pair] = with_hot_swap(sweep, run)
                 else:
                     figures.plain[run.pair] = without(sweep, run)
+                result = _result(run)
+                figures.ran_on.add((result.hardware, result.software))
             except Unusable as why:
                 figures.missing.append(f"{point.name}/{run.name}: {why}")
         found.append(figures)

@@ -26,6 +26,7 @@ from megatron.hotswap.errors import UsageError
 
 from .collect import last_step, read_recoveries
 from .commands import hot_swap_command, plain_command
+from .machine import hardware_here, software_here
 from .places import Place, Started, slots_on_this_node
 from .points import Point
 from .sweep import HOT_SWAP, Restart, Result, Run, Settings, Sweep
@@ -49,7 +50,7 @@ class RunFailed(Exception):
 
 def run_point(sweep: Sweep, point: Point, place: Place, say: Callable[[str], None]) -> int:
     """Make all runs that are not done; returns how many failed."""
-    failed = 0
+    failed, on = 0, {"nodes": place.nodes, "job": place.job, "hardware": hardware_here(), "software": software_here()}
     for run in sweep.runs(point):
         if run.done():
             say(f"{run.name}: done before")
@@ -65,8 +66,8 @@ def run_point(sweep: Sweep, point: Point, place: Place, say: Callable[[str], Non
             ended, reason = "failed", str(failure)
             failed += 1
         took_s = time.time() - began
-        about = {"began": began, "took_s": took_s, "first": run.first, "nodes": place.nodes, "job": place.job}
-        run.write(msgspec.convert({"ended": ended, "reason": reason, **about, **found}, Result))
+        about = {"ended": ended, "reason": reason, "began": began, "took_s": took_s, "first": run.first}
+        run.write(msgspec.convert({**about, **on, **found}, Result))
         say(f"{run.name}: {ended} after {took_s:.0f} s{': ' + reason if reason else ''}")
     return failed
 

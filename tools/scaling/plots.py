@@ -46,8 +46,9 @@ def draw(sweep: Sweep, found: Sequence[Figures], checked: Sequence[Checked]) -> 
         size = (max(6.5, 5.2 * columns), 4.4 * rows)
         figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
         fill(list(axes.flat))
-        note = ", no figure of a GPU" if sweep.site.machine is None else ""
-        figure.suptitle(f"{sweep.site.title.partition(':')[0]}{note}; commit {sweep.commit}", fontsize=10)
+        note = ": no figure of a GPU" if sweep.site.machine is None else ""
+        commits = sorted({software.partition(",")[0] for f in found for _, software in f.ran_on})
+        figure.suptitle("; ".join([f"{sweep.site.title.partition(':')[0]}{note}", *commits]), fontsize=10)
         figure.savefig(sweep.folder / name, dpi=_DPI)
         plt.close(figure)
         written.append(sweep.folder / name)

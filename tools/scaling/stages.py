@@ -145,7 +145,8 @@ def _run_here(sweep: Sweep, points: list[Point], console: Console) -> int:
     for point in points:
         with open(sweep.folder_of(point) / "local.out", "ab") as out:
             words = [sys.executable, str(ROOT / "tools/scaling"), "run-point", str(sweep.folder), point.name]
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            # A session of its own: Ctrl-C is for this process, which ends that one.
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
         try:
             standing.watch(sweep, console, lambda p=process: p.poll() is not None, lambda p=point: p)  # type: ignore[misc]
         finally:
@@ -183,11 +184,18 @@ def run_point(sweep: Sweep, name: str) -> int:
     (point,) = select(sweep.points, [name])
     count = nodes_of(point, sweep.site)
     place = (Here if sweep.local else Allocation)(sweep.site, count, sweep.settings.spares)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, _ended)
     try:
-        return 1 if drive.run_point(sweep, point, place, lambda line: print(f"{name}: {line}", flush=True)) else 0
+        with sweep.running(point):
+            return 1 if drive.run_point(sweep, point, place, lambda line: print(f"{name}: {line}", flush=True)) else 0
     finally:
         place.close()
+
+
+def _ended(number: int, frame: object) -> None:
+    """So that what was started is ended too; and once, since that takes a while."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def run_all(sweep: Sweep, only: list[str] | None, console: Console) -> int:

@@ -53,7 +53,7 @@ def of_point(sweep: Sweep, point: Point, queue: dict[str, str] | None, running: 
     if submitted is not None and queue is None:
         return Standing(point.name, "not known", counted, f"job {submitted.job}: squeue does not answer", True)
     said = queue.get(submitted.job) if submitted is not None and queue is not None else None
-    if running or (said is not None and said.startswith("RUNNING")):
+    if running or (sweep.local and sweep.is_running(point)) or (said is not None and said.startswith("RUNNING")):
         now = [f"{run.name}: step {reached(run)}" for run, result in results if result is None and run.folder.is_dir()]
         return Standing(point.name, "running", counted, "; ".join([*failed, *now]), True)
     if said is not None and submitted is not None:

@@ -2,6 +2,7 @@
 
     SWEEP/sweep.json                      site, settings, points: written by `layout`, added to by another `layout`
     SWEEP/POINT/job.sbatch                the batch script of a point
+    SWEEP/POINT/running                   locked by whoever makes its runs
     SWEEP/POINT/submitted.json            the Slurm job that it was last submitted as
     SWEEP/POINT/pair-K/hot-swap/run/      a run directory of Deadpool's: K = 1, 2, …
     SWEEP/POINT/pair-K/plain/*.log        what the plain command said, before and after it was started again
@@ -12,9 +13,10 @@ A run with a result that is no failure is not run again. Everything else is made
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,12 +27,12 @@ import msgspec
 from megatron.hotswap.errors import UsageError
 from megatron.hotswap.records import read_object, replace_file
 
-from .commands import ROOT
 from .points import Point
 from .sites import Site
 
 VERSION = 1
 SWEEP_FILE, RESULT_FILE, SUBMITTED_FILE, SCRIPT_FILE = "sweep.json", "result.json", "submitted.json", "job.sbatch"
+_LOCK_FILE = "running"
 HOT_SWAP, PLAIN = "hot-swap", "plain"
 #: A scheduled fault is armed when training has begun, so it cannot strike in the very first steps.
 _MEASURED_MIN = 3
@@ -88,6 +90,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float
     first: bool  # of its pair
     nodes: list[str]
+    hardware: str  # of the first node
+    software: str
     job: str = ""  # Slurm's number
     host_bytes: int | None = None  # slots of one node, as its kernel says
     restart: Restart | None = None
@@ -102,7 +106,6 @@ class Submitted(msgspec.Struct, frozen=True):
 
 class _File(msgspec.Struct, frozen=True):
     version: int
-    commit: str  # of this project, when it was laid out
     local: bool
     site: Site
     settings: Settings
@@ -156,7 +159,6 @@ class Sweep:
     """A laid out sweep."""
 
     folder: Path
-    commit: str
     local: bool
     site: Site
     settings: Settings
@@ -186,11 +188,39 @@ class Sweep:
             return None
         return found
 
+    @contextlib.contextmanager
+    def running(self, point: Point) -> Iterator[None]:
+        """While it lasts, nobody else makes this point's runs. A file system without locks says nothing, and is trusted.
+
+        Raises:
+            UsageError: somebody does.
+        """
+        folder = self.folder_of(point)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / _LOCK_FILE, "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"{folder}: another process makes the runs of this point; wait for its end, or end it") from None
+            except OSError:
+                pass
+            yield
+
+    def is_running(self, point: Point) -> bool:
+        """Whether somebody makes this point's runs, where the file system tells."""
+        try:
+            with open(self.folder_of(point) / _LOCK_FILE) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def save(self) -> None:
         """Write sweep.json."""
         content: dict[str, Any] = {
             "version": VERSION,
-            "commit": self.commit,
             "local": self.local,
             "site": asdict(self.site),
             "settings": asdict(self.settings),
@@ -206,7 +236,7 @@ def lay_out(folder: Path, site: Site, settings: Settings, points: tuple[Point, .
     Raises:
         UsageError: another sweep is there.
     """
-    new = Sweep(folder, current_commit(), local, site, settings, points)
+    new = Sweep(folder, local, site, settings, points)
     if not (folder / SWEEP_FILE).exists():
         return new
     there = load(folder)
@@ -217,9 +247,7 @@ def lay_out(folder: Path, site: Site, settings: Settings, points: tuple[Point, .
             "folder, or the same flags as then"
         )
     known = [point.name for point in there.points]
-    return Sweep(
-        folder, there.commit, local, there.site, settings, (*there.points, *(point for point in points if point.name not in known))
-    )
+    return Sweep(folder, local, there.site, settings, (*there.points, *(point for point in points if point.name not in known)))
 
 
 def load(folder: Path) -> Sweep:
@@ -236,14 +264,4 @@ def load(folder: Path) -> Sweep:
         ) from failure
     if found.version != VERSION:
         raise UsageError(f"{folder / SWEEP_FILE} is of version {found.version}, this program reads {VERSION}; use the one that wrote it")
-    return Sweep(folder, found.commit, found.local, found.site, found.settings, found.points)
-
-
-def current_commit() -> str:
-    """Of this project; "unknown" where it is no checkout."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+    return Sweep(folder, found.local, found.site, found.settings, found.points)

@@ -28,9 +28,9 @@ def text(sweep: Sweep, found: Sequence[Figures], checked: Sequence[Checked]) -> 
     """The whole report, as Markdown."""
     settings = sweep.settings
     parts = [
-        f"# Scaling study: {sweep.site.title}\n\nCommit {sweep.commit}. {settings.pairs} pairs a point, in alternating order, on the same "
-        f"nodes; of each run {settings.steps} steps are measured after {settings.warm_up}. Figures are medians over the pairs, with the "
-        "least and the greatest where there are several."
+        f"# Scaling study: {sweep.site.title}\n\n{settings.pairs} pairs a point, in alternating order, on the same nodes; of each run "
+        f"{settings.steps} steps are measured after {settings.warm_up}. Figures are medians over the pairs, with the least and the "
+        "greatest where there are several."
     ]
     if sweep.site.machine is None:
         parts.append("This is a run on CPUs: it shows that the chain works, and says nothing about GPUs.")
@@ -40,6 +40,9 @@ def text(sweep: Sweep, found: Sequence[Figures], checked: Sequence[Checked]) -> 
         "## Host memory\n\n" + _memory(found, checked),
         "## As published, and here\n\n" + _published(found),
     ]
+    ran_on = sorted({f"- {hardware}; {software}" for figures in found for hardware, software in figures.ran_on})
+    if ran_on:
+        parts.append("## Made on\n\nThe first node of each point, and what was installed there:\n\n" + "\n".join(ran_on))
     missing = [line for figures in found for line in figures.missing]
     if missing:
         parts.append("## What is missing\n\n" + "\n".join(f"- {' '.join(line.split())}" for line in missing))
@@ -57,7 +60,6 @@ def as_json(sweep: Sweep, found: Sequence[Figures], checked: Sequence[Checked]) 
     """All figures, each run's by itself. Seconds and bytes."""
     return {
         "site": sweep.site.key,
-        "commit": sweep.commit,
         "settings": msgspec.to_builtins(sweep.settings),
         "points": [
             {
@@ -69,6 +71,7 @@ def as_json(sweep: Sweep, found: Sequence[Figures], checked: Sequence[Checked]) 
                 "plain": {str(pair): msgspec.to_builtins(run) for pair, run in sorted(figures.plain.items())},
                 "step_ratios": figures.ratios,
                 "missing": figures.missing,
+                "ran_on": [{"hardware": hardware, "software": software} for hardware, software in sorted(figures.ran_on)],
             }
             for figures, one in zip(found, checked, strict=True)
         ],
