@@ -143,7 +143,7 @@ def plain(sweep: Sweep, point: Point, run: Run, place: Place) -> dict[str, objec
             raise RunFailed(f"{before.name} has no times of steps {settings.warm_up + 1} to {settings.save_step}")
         normal_s = statistics.median(times)
         time.sleep(normal_s / 2)  # so that the kill strikes in mid-step
-        killed_at = time.time()
+        killed_at = started.kill()
     finally:
         started.kill()
     restart = _restart(settings, place, command, after, killed_at, normal_s)

@@ -47,8 +47,8 @@ class Started(ABC):
         """Its exit code; None: it runs."""
 
     @abstractmethod
-    def kill(self) -> None:
-        """SIGKILL to all of it, on all nodes; returns when nothing is left."""
+    def kill(self) -> float:
+        """SIGKILL to all of it, on all nodes; returns when nothing is left, and says when that was ordered (seconds since the epoch)."""
 
 
 class Place(ABC):
@@ -114,7 +114,8 @@ class _Tree(Started):
     def code(self) -> int | None:
         return self._process.poll()
 
-    def kill(self) -> None:
+    def kill(self) -> float:
+        ordered = time.time()
         if self._process.poll() is None and self._patience_s:  # `deadpool run` ends what it has started, its nodes' sessions too
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,6 +128,7 @@ class _Tree(Started):
                         process.kill()
                 psutil.wait_procs(everyone, timeout=_ENDS_WITHIN_S)
         self._process.wait()
+        return ordered
 
 
 class Here(Place):
@@ -230,14 +232,18 @@ class _Step(Started):
             return said
         return LOST if all(task.poll() is not None for task in self._tasks) else None
 
-    def kill(self) -> None:
-        if self._running():
-            self._cancel()
+    def kill(self) -> float:
+        steps = self._numbers() if self._running() else []  # asked for first: a busy controller takes its time to answer
+        ordered = time.time()
+        for number in steps:  # by scancel, since the end of an srun is not the end of its tasks
+            _slurm(["scancel", "--signal=KILL", number])
+        if steps:
             self._wait(_ENDS_WITHIN_S)
         for task in self._tasks:
             if task.poll() is None:
                 task.kill()
             task.wait()
+        return ordered
 
     def _running(self) -> bool:
         return any(task.poll() is None for task in self._tasks)
@@ -247,12 +253,11 @@ class _Step(Started):
         while self._running() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
-    def _cancel(self) -> None:
-        """By scancel, since the end of an srun is not the end of its tasks."""
+    def _numbers(self) -> list[str]:
+        """As Slurm counts: 17.3"""
         listed = _slurm(["squeue", "--steps", "--noheader", f"--jobs={self._job}", "--format=%i %j"])
-        steps = [number for number, name in (line.split(None, 1) for line in listed.splitlines() if " " in line) if name == self._name]
-        for number in steps:
-            _slurm(["scancel", "--signal=KILL", number])
+        steps = [line.strip().split(None, 1) for line in listed.splitlines()]
+        return [words[0] for words in steps if words[1:] == [self._name]]
 
 
 def _slurm(words: list[str]) -> str:
