@@ -21,6 +21,7 @@ import secrets
 import sys
 import tempfile
 import time
+import zlib
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import grpc
 import psutil
 
+from megatron.hotswap.codec import PACKED
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.state import ControlConfig
 from megatron.hotswap.coordinator import wire
@@ -76,11 +78,12 @@ class Agent:
         try:
             async for raw in stream(self._outgoing()):
                 # What the membership's thousands of members are is not of interest here, and every client would read all of them.
-                if b"\xa5Start" in raw[:16]:
+                head = raw[:16] if raw[:1] != PACKED else zlib.decompressobj().decompress(raw[1:], 16)
+                if b"\xa5Start" in head:
                     self.started.set()
-                elif b"\xa4Halt" in raw[:16]:
+                elif b"\xa4Halt" in head:
                     self.halted_s = time.monotonic()
-                elif b"\xa7Refused" in raw[:16] or b"\xa4Stop" in raw[:16]:
+                elif b"\xa7Refused" in head or b"\xa4Stop" in head:
                     self.ended = repr(raw[:300])
         except (grpc.aio.AioRpcError, asyncio.CancelledError) as over:
             self.ended = self.ended or f"{type(over).__name__}: {over}"

@@ -17,8 +17,8 @@ import msgspec
 
 from .errors import UsageError
 
-#: A step's record has some hundred bytes, a recovery's in the summary some thousand.
-_LINE_BYTES_MAX = 1 << 20
+#: A step's record has some hundred bytes, a recovery's in the summary some thousand, the start of 100,000 ranks two million.
+_LINE_BYTES_MAX = 16 << 20
 _OBJECT_BYTES_MAX = 64 << 20
 
 

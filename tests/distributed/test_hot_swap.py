@@ -130,10 +130,10 @@ def test_agents_and_workers_lost_alone(tmp_path: Path, reference_of: Callable[[s
 def test_the_same_error_in_the_same_step_on_two_nodes_is_the_programs(tmp_path: Path) -> None:
     """Hardware is not to blame, so no process and no node is given up for it any more: the job ends, and the error is shown."""
     case = GridCase("dp2", 2, 1, "--use-distributed-optimizer")
-    planned = [Scheduled("exit", "worker", rank, 5, "backward") for rank in (0, 1)]
-    summary = run_job(case, tmp_path, argv(case, 9, None), faults=planned, return_lost_nodes_after_s=None)
+    script = Path(__file__).with_name("pretrain_that_fails.py")
+    summary = run_job(case, tmp_path, argv(case, 9, None), script=script, return_lost_nodes_after_s=None)
     assert summary["exit_code"] == 1
-    assert "failed in step 5: InjectedFault: an error of the program's own" in summary["ended"]
+    assert "failed in step 5: ValueError: a sample that cannot be read" in summary["ended"]
     assert "had failed there in the same way, so it is the program" in summary["ended"]
     assert not events(tmp_path, "node-lost")
 

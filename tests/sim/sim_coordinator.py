@@ -48,7 +48,7 @@ class Life:
         """Something has come from an agent."""
         if not self.alive:
             return
-        if self.world.clock.now < self._reads_at:
+        if self._unread or self.world.clock.now < self._reads_at:
             self._unread.append((connection, message))
         else:
             self._read(connection, message)
@@ -89,12 +89,14 @@ class Life:
             return
         checkers, leads = self.world.checkers, self.world.coordinators.leader is self
         before = checkers.before_event(incarnation) if leads else None
-        over, held = self.control.version - (self.control.phase is Phase.HALTING), self.control.phase is Phase.RETURNING
+        control, held = self.control, self.control.phase is Phase.RETURNING
+        halting = control.phase is Phase.HALTING and control.recovery is not None
+        counts = range(control.recovery.first_over, control.version) if halting else (control.version,)
         decisions = self.control.handle(incarnation, event, self.clock.now)
         if leads:
             checkers.after_event(incarnation, before)
             leaves = incarnation in self.control.agents and self.control.agents[incarnation].leaving  # what fails on it is put down to it
-            if isinstance(event, m.WorkerError) and not event.collective and before is None and event.version == over and not leaves:
+            if isinstance(event, m.WorkerError) and not event.collective and before is None and event.version in counts and not leaves:
                 checkers.on_program_error(event, held)
         self._take(decisions)
 
@@ -171,10 +173,10 @@ class Life:
         clock = self.world.clock
         self._stands_until = max(self._stands_until, clock.now + pause)
         self._reads_at = self._stands_until + reading
-        clock.after(self._reads_at - clock.now, self._read_on)
+        clock.after(self._reads_at - clock.now, self._read_on, self._reads_at)
 
-    def _read_on(self) -> None:
-        if self.world.clock.now < self._reads_at:
+    def _read_on(self, due: float) -> None:
+        if due < self._reads_at:  # it stood still once more
             return
         unread, self._unread = self._unread, []
         for connection, message in unread:

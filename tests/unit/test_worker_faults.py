@@ -9,7 +9,7 @@ import pytest
 
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.errors import InjectedFault
-from megatron.hotswap.snapshot.slots import ControlBlock
+from megatron.hotswap.snapshot.slots import ControlBlock, Word
 from megatron.hotswap.worker import faults
 from megatron.hotswap.worker.session import Session
 
@@ -96,3 +96,14 @@ def test_the_next_collective_fails_once_as_a_broken_link_would():
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         armed.check()
     armed.check()
+
+
+def test_a_fault_waits_until_a_halt_is_over():
+    """What the training thread raises while the membership ends is taken for that: the fault would be lost, and said to have struck."""
+    armed = session(fault("exit", 5, "backward"))
+    armed.control.set(Word.OVER_VERSION, 1)
+    armed.enter("backward", 5)
+    assert armed.said == []
+    armed.version = 2
+    with pytest.raises(InjectedFault):
+        armed.enter("backward", 5)

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import msgspec
 
-from ..codec import decoder
+from ..codec import decoder, packing_encoder
 from . import messages as m
 from .loop import Reset, Struck
 from .quarantine import Remembered
 
 #: Of `Decided`. A coordinator does not take up what another version of it has recorded.
-SCHEMA = 2
+SCHEMA = 3
 
 
 class Leaver(msgspec.Struct, frozen=True):
     """A node that lives, and whose ranks a spare has taken: its memory is needed until the recovery is complete (membership.py)."""
 
+    node: str
     why: str
     ranks: tuple[int, ...]  # that it had
     up_to: int | None  # what it has of later generations does not count
@@ -49,5 +50,5 @@ class Decided(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
 
-encode = msgspec.msgpack.Encoder().encode
-decode = decoder(Decided)
+encode = packing_encoder()
+decode = decoder(Decided, packed=True)

@@ -39,7 +39,7 @@ class Job:
         self.sources: Mapping[int, tuple[str, ...]] = {}  # of the plan: rank -> agents to fetch from; own slots are not in it
         self.halt_reports: dict[int, m.HaltReport] = {}
         self.replica_reports: dict[str, m.ReplicaReport] = {}
-        self.halted: set[str] = set()  # agents that were told of the halt, so that their report of replicas must come
+        self.unreported: set[str] = set()  # agents that were told of the halt, and have not said what replicas they hold
         self.errors: dict[int, tuple[float, m.WorkerError]] = {}
         self.finished: set[int] = set()
         self.stepped = False  # whether any step was ever completed: what fails before is the program's, or the user's

@@ -6,12 +6,16 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 from ..errors import UsageError
 from ..replication.placement import Holders, keeps_rules, place, survival
 from .config import ControlConfig
 from .decisions import Log
 from .messages import PROTOCOL, Join, Member, Membership
+
+#: In a line for people; the line's data names all.
+_NODES_NAMED_MAX = 32
 
 
 @dataclass
@@ -49,6 +53,12 @@ class Agent:
     def domain(self) -> str:
         """What fails together with the node."""
         return self.join.domain or self.join.node
+
+    @cached_property
+    def order(self) -> tuple[list[tuple[int, int | str]], str]:
+        """By node name, numbers in it compared as numbers, so that node2 comes before node10."""
+        parts: list[tuple[int, int | str]] = [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", self.node)]
+        return parts, self.incarnation
 
     @property
     def warm(self) -> bool:
@@ -93,20 +103,10 @@ class Agent:
         return Member(self.node, self.incarnation, worker, self.join.h2h)
 
 
-def in_order(agents: Iterable[Agent]) -> list[Agent]:
-    """Agents by node name, numbers in it compared as numbers, so that node2 comes before node10."""
-
-    def key(agent: Agent) -> tuple[list[tuple[int, int | str]], str]:
-        parts = [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", agent.node)]
-        return parts, agent.incarnation
-
-    return sorted(agents, key=key)
-
-
 def one_per_node(agents: Iterable[Agent]) -> list[Agent]:
     """In order, and of each node only one: a node that came back may be here twice until its former life is given up."""
     by_node: dict[str, Agent] = {}
-    for agent in in_order(agents):
+    for agent in sorted(agents, key=lambda agent: agent.order):
         by_node.setdefault(agent.node, agent)
     return list(by_node.values())
 
@@ -141,7 +141,8 @@ def start_log(nodes: Sequence[str], spares: Sequence[str], holders: Holders, dom
     """The start-up summary: where the ranks are, and which losses leave a copy of everything."""
     survived = survival(holders, nodes, domains)
     used = list(dict.fromkeys(nodes))
-    reason = f"{len(nodes)} ranks on {used}, spares {spares}; {survived.in_words()}"
+    where = used if len(used) <= _NODES_NAMED_MAX else f"{len(used)} nodes, {used[0]} to {used[-1]}"
+    reason = f"{len(nodes)} ranks on {where}, spares {spares}; {survived.in_words()}"
     return Log("start", reason, {"nodes": used, "spares": spares, "holders": holders, "survival": asdict(survived)})
 
 

@@ -5,7 +5,7 @@ recovery/plan.py picks the generation; here it is asked, with what every rank an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from ..recovery import plan
 from . import messages as m
@@ -35,7 +35,7 @@ class Recovering(Saves):
         again, or give their nodes up too (ladder.py). If that leaves ranks without a process, begin (or begin again) one recovery. The
         values are the evidence."""
         again, lost = self._by_rung(nodes, workers or {}, now)
-        lost |= self._quarantined_with(lost, now)
+        lost |= self._quarantined_with({i: why for i, why in lost.items() if i not in may_return}, now)
         out: list[Decision] = []
         gone, evidence, heard = [], [], now
         for incarnation, why in lost.items():
@@ -147,7 +147,7 @@ class Recovering(Saves):
         self.errors.clear()
         self.finished.clear()
         if self.recovery is None:
-            self.recovery = Recovery(now, heard, [], [], now)
+            self.recovery = Recovery(now, heard, [], [], now, over)
         else:
             self.recovery.attempts += 1
             self.recovery.restored.clear()
@@ -161,7 +161,7 @@ class Recovering(Saves):
         reason = f"{what or ', '.join(losses) or f'every node lives, but {evidence[0]}'}: membership {over} is over"
         vacant, without = self._vacant(), self._down()
         halt = m.Halt(over, reason, tuple(sorted([*vacant, *without])))
-        self.halted = set(self.agents)
+        self.unreported = set(self.agents)
         rung = "swap" if vacant else "respawn" if without else "reset"
         log = Log("recovery", reason, {"rung": rung, "evidence": evidence, "version": over, "lost": lost})
         return [*(Send(i, halt) for i in self.agents), log, *self._assign_spares(now), *self._saving_halted(now)]
@@ -238,13 +238,14 @@ class Recovering(Saves):
         if event.version != self.version - 1:
             return []
         self.replica_reports[incarnation] = event
+        self.unreported.discard(incarnation)
         return self._try_plan(now)
 
     def _give_up_silent_ranks(self, now: float) -> list[Decision]:
         """A halt that does not get through within its time. Ranks that are silent are stuck, so their processes are ended and started
         again; of agents that are silent, the nodes are given up. Who is being started again has a deadline of its own."""
         assert self.membership is not None
-        nodes = dict.fromkeys(self._unreported(), "its agent did not report its replicas in time")
+        nodes = dict.fromkeys(sorted(self._unreported()), "its agent did not report its replicas in time")
         stuck = {
             (member.incarnation, member.worker): "it did not report its halt in time"
             for rank, member in enumerate(self.membership.members)
@@ -264,11 +265,11 @@ class Recovering(Saves):
             if now > due_s
         }
 
-    def _unreported(self) -> list[str]:
+    def _unreported(self) -> Iterator[str]:
         """Members, and nodes that leave, that were told of the halt and have not said yet what replicas they hold. Who joined later holds
         none."""
-        leaving = [i for i, agent in self.agents.items() if agent.leaving]
-        return [i for i in [*self._member_agents(), *leaving] if i in self.halted and i not in self.replica_reports]
+        agents = ((i, self.agents[i]) for i in self.unreported if i in self.agents)
+        return (i for i, agent in agents if agent.leaving or not agent.spare)
 
     def _resume_overdue(self, now: float) -> list[Decision]:
         """Some ranks did not restore in time. That does not say whose fault it is, since they wait for each other: halt them again;
@@ -283,19 +284,19 @@ class Recovering(Saves):
 
     def _try_plan(self, now: float) -> list[Decision]:
         assert self.membership is not None and self.recovery is not None
-        vacant = self._vacant()
-        if vacant:
-            if self.spare_deadline_s is not None and now > self.spare_deadline_s:
+        if self.spare_deadline_s is not None and (vacant := self._vacant()):
+            if now > self.spare_deadline_s:
                 text = f"ranks {vacant} have no spare, and none came in {self.config.wait_for_spare_s:g} s"
                 return self._last_rung(Ending(75, text, for_want_of_spares=True), now)
             return []
-        if self.saving is not None and self.saving.ending is not None and not self.saving.ending.for_want_of_spares:
-            return []
+        # Thousands of reports are taken one by one: whether one is missing must not cost as many looks for each.
         if len(self.halt_reports) < len(self.membership.members):
+            return []
+        if self.saving is not None and self.saving.ending is not None and not self.saving.ending.for_want_of_spares:
             return []
         if not self.recovery.halted_s:
             self.recovery.halted_s = now
-        if self._unreported():
+        if any(self._unreported()) or self._vacant():
             return []
         choice = plan.choose(*self._held())
         if isinstance(choice, str) and (asked := self._ask_leaving(now)) is not None:

@@ -21,6 +21,7 @@ from .starting import Starting
 #: How many leases the agents of a membership are waited for. They notice a closed connection at once and a silent one within a lease,
 #: and ask for a coordinator several times in one.
 _RETURN_LEASES = 2
+_NOT_HEARD = f"it was not heard within {_RETURN_LEASES} leases of the coordinator's return"
 
 
 class Returning(Starting, abc.ABC):
@@ -38,6 +39,7 @@ class Returning(Starting, abc.ABC):
         self._said_early: list[tuple[str, m.Event]] = []  # what they say meanwhile
         self._resumes = False
         self._leavers: Mapping[str, Leaver] = {}  # nodes that were leaving, by incarnation
+        self._ranks: tuple[m.Membership | None, dict[str, dict[int, int]]] = (None, {})  # see _ranks_of
         if decided is not None:
             self._take_up(decided, now)
 
@@ -63,7 +65,7 @@ class Returning(Starting, abc.ABC):
         """What the next coordinator needs. `revision` (job.py) says when it has changed."""
         gathering = self.phase in (Phase.GATHERING, Phase.LOADING)
         training = self.phase is Phase.TRAINING or (self.phase is Phase.RETURNING and self._resumes)
-        leavers = {i: Leaver(a.leaving, tuple(sorted(a.left_ranks)), a.left_up_to) for i, a in self.agents.items() if a.leaving}
+        leavers = {i: Leaver(a.node, a.leaving, tuple(sorted(a.left_ranks)), a.left_up_to) for i, a in self.agents.items() if a.leaving}
         return Decided(
             self.config.run_id,
             self.version,
@@ -99,7 +101,7 @@ class Returning(Starting, abc.ABC):
             agent.ranks[worker] = rank
             if event.ranks.get(worker) == rank:
                 agent.ready.add(worker)
-        if not mine and self.config.durable is not None and self.version > 0:
+        if not needed and self.config.durable is not None and self.version > 0:
             # It may have filled its slots, or be filling them, for a membership that was never decided, or without it: as a spare it
             # would take what it has there for its rank's.
             folder = self.config.durable.begin[self.tried :][:1]
@@ -121,9 +123,12 @@ class Returning(Starting, abc.ABC):
         return [Send(incarnation, welcome), Log("joined", f"node {join.node} {how}", {"node": join.node})]
 
     def _ranks_of(self, incarnation: str) -> dict[int, int]:
-        """worker -> rank, in the membership that was decided."""
-        members = self.membership.members if self.membership is not None else ()
-        return {x.worker: rank for rank, x in enumerate(members) if x.incarnation == incarnation}
+        """worker -> rank, in the membership that was decided. Thousands of agents come back: it is turned round once for all."""
+        if self._ranks[0] is not self.membership:
+            self._ranks = self.membership, {}
+            for rank, member in enumerate(self.membership.members if self.membership is not None else ()):
+                self._ranks[1].setdefault(member.incarnation, {})[member.worker] = rank
+        return self._ranks[1].get(incarnation, {})
 
     def _hold(self, incarnation: str, event: m.Event, now: float) -> list[Decision]:
         """Its meaning depends on how the job goes on."""
@@ -140,18 +145,20 @@ class Returning(Starting, abc.ABC):
     def _go_on_returning(self, now: float) -> list[Decision]:
         """Call when an agent has come back, and at every tick."""
         assert self.membership is not None and self.deadline_s is not None
+        if len(self._back) < self.config.nodes and now <= self.deadline_s:
+            return []
         members = dict.fromkeys(x.incarnation for x in self.membership.members)
         missing = [i for i in members if i not in self._back]
         # In a recovery the memory of nodes that leave may be needed. After it, they are only told that it is over.
         leavers = [i for i in self._leavers if i not in self.agents and not self._resumes]
         if (missing or leavers) and now <= self.deadline_s:
             return []
-        self._leavers = {}
         self._enter(Phase.TRAINING)
         self.deadline_s = None
         here = f"{len(self._back)} of {len(members)} agents are here"
         text = f"the coordinator is back, with membership {self.version} as it was decided: {here}"
         out: list[Decision] = [Log("coordinator-back", text, {"version": self.version, "back": sorted(self._back)})]
+        out += self._let_go()
         unheard = self._unheard_start() if self._resumes and self.start is not None else []
         unassigned = self._unassigned(now) if not unheard else {}
         out += unheard
@@ -169,6 +176,18 @@ class Returning(Starting, abc.ABC):
         for incarnation, said in early:
             if incarnation in self.agents and self.exit_code is None:
                 out += self.handle(incarnation, said, now)
+        return out
+
+    def _let_go(self) -> list[Decision]:
+        """Nodes that were leaving and are not here: what they have is gone with them."""
+        out: list[Decision] = []
+        for incarnation, leaver in self._leavers.items():
+            if incarnation not in self.agents:
+                why = leaver.why if self._resumes else f"{leaver.why}; {_NOT_HEARD}"
+                self.fenced[incarnation] = why
+                data = {"node": leaver.node, "incarnation": incarnation, "spare": False, "left": True}
+                out.append(Log("node-lost", f"{leaver.node}: {why}", data))
+        self._leavers = {}
         return out
 
     def _unheard_start(self) -> list[Decision]:
@@ -198,7 +217,7 @@ class Returning(Starting, abc.ABC):
         nodes, evidence = [], []
         of = {x.incarnation: x.node for x in self.membership.members}
         for incarnation in missing:
-            why = self._not_back.get(incarnation, f"it was not heard within {_RETURN_LEASES} leases of the coordinator's return")
+            why = self._not_back.get(incarnation, _NOT_HEARD)
             self.agents.pop(incarnation, None)
             self.fenced[incarnation] = why
             data = {"node": of[incarnation], "incarnation": incarnation, "spare": False, "left": False}

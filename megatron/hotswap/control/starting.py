@@ -19,6 +19,10 @@ from .phases import Phase
 
 #: How often it is said whom the job waits for.
 _SAID_EVERY_S = 30.0
+#: Looking at every agent whenever one more is warm would take minutes where thousands gather: it is done when enough have come for
+#: another line, or for the start, and once in so many seconds.
+_LINES_WAITING = 16
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass
@@ -36,10 +40,22 @@ class Starting(Health):
 
     loading: Loading | None = None
     tried = 0  # durable generations that could not be loaded
+    _look_after = 0  # as many agents more that are warm
+    _looked_s = float("-inf")
+
+    def _one_more_is_warm(self, now: float) -> list[Decision]:
+        self._look_after -= 1
+        return self._gather(now)
+
+    def _gather(self, now: float) -> list[Decision]:
+        """Call at every tick while nodes gather."""
+        return self._try_start(now) if self._look_after <= 0 or now - self._looked_s >= _LOOK_EVERY_S else []
 
     def _try_start(self, now: float) -> list[Decision]:
         warm = one_per_node(a for a in self.agents.values() if a.warm and not a.unhealthy)
-        if len(warm) < self.config.nodes:
+        missing = self.config.nodes - len(warm)
+        self._look_after, self._looked_s = min(missing, max(1, self.config.nodes // _LINES_WAITING)), now
+        if missing > 0:
             said = f"{len(warm)} of {self.config.nodes} nodes are ready"
             if said == self.said_waiting:
                 return []
@@ -139,7 +155,7 @@ class Starting(Health):
             self.durable_folder = self.config.durable.begin[self.tried].folder if self.config.durable is not None else ""
         active: list[Agent] = [self.agents[i] for i in dict.fromkeys(x.incarnation for x in membership.members)]
         start = self.start = m.Start(membership, active[0].stores.pop(0), generation)
-        spares = [a.node for a in one_per_node(a for a in self.agents.values() if a.warm and a not in active)]
+        spares = [a.node for a in one_per_node(a for a in self.agents.values() if a.warm and a.spare)]
         domains = [self.agents[x.incarnation].domain for x in membership.members]
         log = start_log([x.node for x in membership.members], spares, membership.holders, domains)
         if generation is not None:

@@ -64,7 +64,7 @@ class Control(Returning):
         if self.phase is Phase.LOADING:
             out += self._go_on_loading(now)
         if self.phase is Phase.GATHERING:
-            out += self._try_start(now)
+            out += self._gather(now)
         elif self.phase is Phase.HALTING:
             if overdue and not self._at_the_last_rung:
                 out += self._give_up_silent_ranks(now)
@@ -98,7 +98,7 @@ class Control(Returning):
         agent.stores[event.worker] = event.store
         was_down = agent.due_s.pop(event.worker, None) is not None
         if self.phase is Phase.GATHERING:
-            return self._try_start(now)
+            return self._one_more_is_warm(now) if agent.warm else []
         if self.phase is Phase.HALTING:
             again = self._assign_again(agent, event.worker, now) if was_down else []
             return again + self._assign_spares(now) + self._try_plan(now)
@@ -137,8 +137,10 @@ class Control(Returning):
         return [log, *self._begin_recovery([], [f"the copy of {text}"], now, now)]
 
     def _worker_error(self, incarnation: str, event: m.WorkerError, now: float) -> list[Decision]:
-        over = self.version - 1 if self.phase is Phase.HALTING else self.version
-        if self._at_the_last_rung or event.version != over or event.rank not in self.agents[incarnation].ranks:
+        current = event.version == self.version
+        if self.phase is Phase.HALTING and self.recovery is not None:  # it may have met the halt on the way, and another one after that
+            current = self.recovery.first_over <= event.version < self.version
+        if self._at_the_last_rung or not current or event.rank not in self.agents[incarnation].ranks:
             return []
         log = Log("error", f"rank {event.rank} in step {event.step}: {event.text}", {"rank": event.rank, "step": event.step})
         if not event.collective:

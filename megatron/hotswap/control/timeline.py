@@ -17,6 +17,7 @@ class Recovery:
     lost_nodes: list[str]
     evidence: list[str]
     halt_sent_s: float
+    first_over: int = 0  # the membership that was over when it began; each further failure in it ends one more
     respawned: dict[int, str] = field(default_factory=dict)  # rank whose process was started again -> node
     fresh: dict[int, int] = field(default_factory=dict)  # rank whose process is new and has no state yet -> version that it begins in
     out_s: float = 0.0  # from the order until the last survivor's training thread was out, by its own clock

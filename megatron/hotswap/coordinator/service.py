@@ -97,7 +97,7 @@ class Coordinator:
         server = grpc.aio.server(options=wire.OPTIONS)
         handlers = {
             wire.AGENT_STREAM: grpc.stream_stream_rpc_method_handler(
-                self._agent_stream, response_serializer=wire.encode
+                self._agent_stream, response_serializer=wire.encode_order
             ),
             wire.COMMAND: grpc.unary_unary_rpc_method_handler(
                 self._command, response_serializer=wire.encode

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from ..codec import decoder
+from ..codec import decoder, packing_encoder
 from ..control import messages as m
 from ..errors import Malformed
 from ..security.files import Credentials, name_of
@@ -125,8 +125,9 @@ class _OldJoin(msgspec.Struct):
 
 
 encode = msgspec.msgpack.Encoder().encode
+encode_order = packing_encoder()
 decode_from_agent = decoder(m.FromAgent)
-decode_from_coordinator = decoder(m.FromCoordinator)
+decode_from_coordinator = decoder(m.FromCoordinator, packed=True)
 decode_command = decoder(Command)
 decode_status = decoder(Status)
 _decode_old_join = decoder(_OldJoin)

@@ -76,9 +76,12 @@ def _require_enough(grid: Grid, node_of: Sequence[str], replicas: int, domains: 
             f"{replicas} replicas of each rank need {replicas + 1} nodes, since no two copies may fail together: there are {nodes}; "
             "start the job on more nodes or lower --hot-swap-replicas"
         )
-    outside = {d: len({n for n, other in zip(node_of, domains, strict=True) if other != d}) for d in set(domains)}
-    for domain, count in sorted(outside.items()):
-        if count < replicas:
+    domains_of: dict[str, set[str]] = {}
+    for node, domain in zip(node_of, domains, strict=True):
+        domains_of.setdefault(node, set()).add(domain)
+    only = Counter(domain for (domain, *others) in domains_of.values() if not others)  # nodes that are in this one alone
+    for domain in sorted(set(domains)):
+        if (count := nodes - only[domain]) < replicas:
             raise UsageError(
                 f"{replicas} replicas of the ranks in failure domain {domain!r} need {replicas} nodes outside it: there are {count}; "
                 "spread the nodes over more domains, lower --hot-swap-replicas, or take nodes as domains "

@@ -185,6 +185,8 @@ class Session:
         self.control.set(Word.PHASE, m.PHASES.index(phase) + 1)
         self.control.bump(Word.PROGRESS)
         for injection in [i for i in self._armed if _due(i, phase, step)]:
+            if self.halted and injection.action in m.WORKER_FAULTS:
+                continue  # what a thread raises on its way out of a halt is taken for the halt's doing: it waits for its next occasion
             self._armed.remove(injection)
             self.say(local.Strike(injection))  # the agent writes down when, and strikes within milliseconds if it is for it to do
             if injection.action in m.CABLE_FAULTS:
