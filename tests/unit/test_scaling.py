@@ -8,10 +8,12 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -22,10 +24,9 @@ from megatron.hotswap.simulate import published
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
 
-from scaling import checks, commands, compare, machine, options, script, sites, standing, sweep, tables  # noqa: E402 - from the folders named above
+from scaling import checks, commands, compare, machine, options, places, script, sites, standing, sweep, tables  # noqa: E402 - from the folders named above
 from scaling.cli import app  # noqa: E402
 from scaling.collect import collect  # noqa: E402
-from scaling.places import Allocation, node_srun  # noqa: E402
 from scaling.points import OWN_CHOICE, SHAPES, SWEEPS, Point, points_of  # noqa: E402
 from scaling.sweep import HOT_SWAP, PLAIN, Restart, Result, Settings, Sweep, lay_out, load  # noqa: E402
 
@@ -121,7 +122,7 @@ def test_a_node_is_started_by_the_words_of_deadpool_sbatch() -> None:
         ranks = None if site.ask_for_gpus else 1
         text = BatchJob(["x.py"], 2, 1, 1, site.gpus_per_node, ranks, 1, "1", "x", 0, srun=site.srun).text()
         (line,) = re.findall(r"^    srun (.*?) \"\$\{output\[@\]\}\"", text.replace("\\\n", " "), re.MULTILINE)
-        assert shlex.split(line.replace('"$node"', "n1")) == node_srun(site, "n1")[1:]
+        assert shlex.split(line.replace('"$node"', "n1")) == places.node_srun(site, "n1")[1:]
 
 
 def example_layouts() -> list[tuple[str, str]]:
@@ -226,7 +227,7 @@ def test_without_slurm_nothing_is_submitted_and_no_point_is_run(tmp_path: Path, 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     with pytest.raises(UsageError, match="job 7 has 2 nodes, and this point takes 2 and 1 spares"):
-        Allocation(CPU, 2, 1)
+        places.Allocation(CPU, 2, 1)
 
 
 def test_the_users_flags_take_the_place_of_the_machines() -> None:
@@ -406,6 +407,20 @@ def test_only_one_process_makes_the_runs_of_a_point(laid_out: Sweep) -> None:
         result = call("run-point", str(laid_out.folder), tiny.name)
         assert "another process makes the runs of this point" in str(result.exception)
     assert not laid_out.is_running(tiny) and not (laid_out.folder_of(tiny) / "pair-1").exists()
+
+
+def test_a_killed_job_is_over_when_nothing_of_it_runs(tmp_path: Path) -> None:
+    """Not when init has waited for it: a restart would be charged with that."""
+    job = places._Tree(places._popen(["bash", "-c", "sleep 600 & sleep 600 & wait"], tmp_path / "log"))
+    root = psutil.Process(job._process.pid)
+    while len(root.children()) < 2:
+        time.sleep(0.01)
+    family = [root, *root.children()]
+    began = time.time()
+    ordered = job.kill()
+    assert began <= ordered < time.time() < ordered + 1.0
+    assert not any(map(places._lives, family)) and job.code() == -9
+    assert job.kill() > ordered and job.code() == -9
 
 
 def test_what_a_run_was_made_on_is_said() -> None:

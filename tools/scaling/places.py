@@ -126,9 +126,19 @@ class _Tree(Started):
                 for process in everyone:
                     with contextlib.suppress(psutil.Error):
                         process.kill()
-                psutil.wait_procs(everyone, timeout=_ENDS_WITHIN_S)
+                deadline = time.monotonic() + _ENDS_WITHIN_S
+                while any(map(_lives, everyone)) and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
         self._process.wait()
         return ordered
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Dead and not waited for, as the children of a killed launcher are until init comes to it, is over: it holds nothing any more."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 class Here(Place):
