@@ -186,6 +186,15 @@ def test_a_sweep_is_read_as_it_was_laid_out_and_can_only_grow(tmp_path: Path) ->
         load(folder)
 
 
+def test_a_folder_is_the_same_one_wherever_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs run in the project's folder: a relative path would be another one there."""
+    monkeypatch.chdir(tmp_path)
+    lay_out(Path("mine"), CPU, SMALL, points_of("cpu"), True).save()
+    found = load(Path("mine"))
+    assert all(run.folder.is_relative_to(tmp_path) for point in found.points for run in found.runs(point))
+    assert script.shown(ROOT / "runs/x") == Path("runs/x") and script.shown(Path("mine")) == tmp_path / "mine"
+
+
 def test_who_is_first_alternates() -> None:
     laid_out = Sweep(Path("x"), True, CPU, replace(SMALL, pairs=3), points_of("cpu"))
     orders = [[run.kind for run in laid_out.runs(point) if run.first] for point in laid_out.points]
@@ -204,7 +213,7 @@ def test_who_is_first_alternates() -> None:
         ("layout X --local --steps 2", "--steps must be at least 3, got 2"),
         ("layout X --local --megatron '--mtp-num-layers 1'", "does not know what --mtp-num-layers does"),
         ("layout X --machine cpu --time soon", "as Slurm writes it"),
-        ("submit X", "X has no sweep .*lay one out: python tools/scaling layout"),
+        ("submit X", "X has no sweep .*lay one out: python tools/scaling layout FOLDER"),
         ("report X", "X has no sweep"),
         ("follow X", "X has no sweep"),
         ("run-point X y", "X has no sweep"),

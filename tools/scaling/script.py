@@ -7,7 +7,6 @@ makes the rest. The runs themselves are started by drive.py, by the srun lines o
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
 from pathlib import Path
@@ -99,7 +98,7 @@ def batch_script(sweep: Sweep, checked: Checked) -> str:
 
 def shown(folder: Path) -> Path:
     """Relative to the project where it is inside, as scripts are submitted from there."""
-    absolute = Path(os.path.abspath(folder))
+    absolute = folder.absolute()
     return absolute.relative_to(ROOT) if absolute.is_relative_to(ROOT) else absolute
 
 

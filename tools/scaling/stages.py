@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from .collect import collect
 from .commands import ROOT
 from .places import Allocation, Here
 from .points import Point, points_of, select
-from .script import batch_script, hours_of, time_limit
+from .script import batch_script, hours_of, shown, time_limit
 from .sites import Site
 from .sweep import SCRIPT_FILE, SUBMITTED_FILE, Settings, Submitted, Sweep, lay_out
 
@@ -45,18 +44,18 @@ def layout(
     scripts = {one.point.name: batch_script(sweep, one) for one in checked}
     if dry_run:
         for name, text in scripts.items():
-            console.print(f"# ==== {folder / name / SCRIPT_FILE}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"# ==== {shown(sweep.folder) / name / SCRIPT_FILE}", markup=False, highlight=False, soft_wrap=True)
             console.print(text, markup=False, highlight=False, soft_wrap=True)
     show_checks(sweep, checked, console)
     if dry_run:
         return sweep
     for name, text in scripts.items():
-        path = folder / name / SCRIPT_FILE
+        path = sweep.folder / name / SCRIPT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
     sweep.save()
-    say(console, f"laid out: {len(sweep.points)} points in {folder}")
+    say(console, f"laid out: {len(sweep.points)} points in {shown(sweep.folder)}")
     return sweep
 
 
@@ -127,7 +126,7 @@ def submit(sweep: Sweep, only: list[str] | None, console: Console) -> int:
         if point.name in live:
             say(console, f"{point.name}: is in the queue already, or may be")
             continue
-        words = ["sbatch", "--parsable", str(os.path.abspath(sweep.folder_of(point) / SCRIPT_FILE))]
+        words = ["sbatch", "--parsable", str(sweep.folder_of(point) / SCRIPT_FILE)]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             say(console, f"{point.name}: not submitted: {done.stderr.strip()}")

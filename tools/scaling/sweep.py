@@ -158,7 +158,7 @@ class Run:
 class Sweep:
     """A laid out sweep."""
 
-    folder: Path
+    folder: Path  # absolute: jobs run in the project's folder, wherever this was called
     local: bool
     site: Site
     settings: Settings
@@ -236,6 +236,7 @@ def lay_out(folder: Path, site: Site, settings: Settings, points: tuple[Point, .
     Raises:
         UsageError: another sweep is there.
     """
+    folder = folder.absolute()
     new = Sweep(folder, local, site, settings, points)
     if not (folder / SWEEP_FILE).exists():
         return new
@@ -256,11 +257,12 @@ def load(folder: Path) -> Sweep:
     Raises:
         UsageError: there is none, or it is damaged or of another version.
     """
+    folder = folder.absolute()
     try:
         found: _File = read_object(folder / SWEEP_FILE, _File)
     except OSError as failure:
         raise UsageError(
-            f"{folder} has no sweep ({SWEEP_FILE}: {failure.strerror}); lay one out: python tools/scaling layout {folder} --machine …"
+            f"{folder} has no sweep ({SWEEP_FILE}: {failure.strerror}); lay one out: python tools/scaling layout FOLDER --machine …"
         ) from failure
     if found.version != VERSION:
         raise UsageError(f"{folder / SWEEP_FILE} is of version {found.version}, this program reads {VERSION}; use the one that wrote it")
