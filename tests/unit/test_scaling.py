@@ -181,6 +181,9 @@ def test_a_sweep_is_read_as_it_was_laid_out_and_can_only_grow(tmp_path: Path) ->
     for other in ((replace(CPU, python="py"), SMALL, True), (CPU, Settings(), True), (CPU, SMALL, False)):
         with pytest.raises(UsageError, match="has a sweep of another"):
             lay_out(folder, *other[:2], (first,), other[2])
+    patient = replace(CPU, time="2:00:00", directives=("--qos=x",))
+    longer = lay_out(folder, patient, replace(SMALL, pairs=3, run_limit_s=9.0), (first,), True)
+    assert (longer.site.time, longer.site.directives, longer.settings.pairs) == ("2:00:00", ("--qos=x",), 3)
     (folder / "sweep.json").write_text('{"version": 1')
     with pytest.raises(UsageError, match="not what a job writes"):
         load(folder)

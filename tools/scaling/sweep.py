@@ -18,7 +18,7 @@ import fcntl
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -233,22 +233,37 @@ class Sweep:
 def lay_out(folder: Path, site: Site, settings: Settings, points: tuple[Point, ...], local: bool) -> Sweep:
     """The sweep of a folder: a new one, or the one that is there with these points added. Nothing is written.
 
+    What decides how runs wait and how many there are may be another each time: the time limits, sbatch's flags, the number of pairs.
+    What decides how a run is made may not.
+
     Raises:
         UsageError: another sweep is there.
     """
     folder = folder.absolute()
-    new = Sweep(folder, local, site, settings, points)
     if not (folder / SWEEP_FILE).exists():
-        return new
+        return Sweep(folder, local, site, settings, points)
     there = load(folder)
-    different = [name for name in ("local", "site", "settings") if getattr(there, name) != getattr(new, name)]
+    pairs = {
+        "place (--local)": (there.local, local),
+        "site": (_fixed_site(there.site), _fixed_site(site)),
+        "settings": (_fixed_settings(there.settings), _fixed_settings(settings)),
+    }
+    different = [name for name, (before, now) in pairs.items() if before != now]
     if different:
         raise UsageError(
             f"{folder} has a sweep of another {' and '.join(different)} already: its points could not be compared with these; give another "
-            "folder, or the same flags as then"
+            "folder, or the same flags as then (--time, flags of sbatch, --pairs and --run-limit-s may be others)"
         )
     known = [point.name for point in there.points]
-    return Sweep(folder, local, there.site, settings, (*there.points, *(point for point in points if point.name not in known)))
+    return Sweep(folder, local, site, settings, (*there.points, *(point for point in points if point.name not in known)))
+
+
+def _fixed_site(site: Site) -> Site:
+    return replace(site, time="", directives=())
+
+
+def _fixed_settings(settings: Settings) -> Settings:
+    return replace(settings, pairs=1, run_limit_s=1.0)
 
 
 def load(folder: Path) -> Sweep:
