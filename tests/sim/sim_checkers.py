@@ -6,6 +6,7 @@ before v and is not the base; *committed* under v is a generation whose own snap
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from sim_world import Content, Snapshot
@@ -29,6 +30,7 @@ class Checkers:
         self.peak = 0  # newest generation that all ranks had completed, ever
         self.history: list[int] = []  # generations committed, by truth, that lie on the way to the present state
         self.program_errors: dict[tuple[int, str], tuple[int, int]] = {}  # (step, text) -> (rank, version)
+        self.held_errors: set[tuple[int, str]] = set()  # that were told to a coordinator which did not go on yet
         self.stepped: dict[tuple[int, int], str] = {}  # (version, rank) -> incarnation that completed steps as it
         self.reports: dict[int, dict[int, m.HaltReport]] = {}  # version -> what its plan was made from
         self.newest_step_of = 0  # the newest membership whose ranks have completed a step together
@@ -50,11 +52,15 @@ class Checkers:
 
     def on_program_error(self, event: m.WorkerError, held: bool) -> None:
         """The coordinator has heard of an exception that no communication raised: the same one twice is the program's, once is not. Those
-        that are `held` until it goes on say nothing yet."""
+        that are `held` until it goes on count if their agent is still there then: the next of them may be the first, or the second."""
         control = self.world.control
         which = event.step, event.text
         if held:
-            self.program_errors.setdefault(which, (event.rank, event.version))
+            self.held_errors.add(which)
+            return
+        if which in self.held_errors:
+            self.held_errors.discard(which)
+            self.program_errors[which] = event.rank, event.version
             return
         if self.program_errors.get(which) == (event.rank, event.version):
             return  # it has only arrived again
@@ -62,7 +68,8 @@ class Checkers:
             ending = control.exit_code is not None or control._at_the_last_rung
             require(ending, "ladder", f"step {event.step}: {event.text} came again, and the job goes on")
         elif self.peak > self.base[min(self.base)] and control.exit_code is not None:
-            require("failed in step" not in control.exit_reason, "ladder", f"one error ended the job: {control.exit_reason}")
+            loop = "and was never completed" in control.exit_reason  # on_end judges it
+            require(loop or "failed in step" not in control.exit_reason, "ladder", f"one error ended the job: {control.exit_reason}")
         self.program_errors[which] = event.rank, event.version
 
     def on_assign(self, control: Any, node: str, now: float) -> None:
@@ -79,6 +86,7 @@ class Checkers:
     def on_taken_up(self) -> None:
         """Another coordinator goes on. Which errors the program has had, nobody has told it."""
         self.program_errors.clear()
+        self.held_errors.clear()
 
     def on_membership(self, membership: m.Membership, generation: int, redo: bool) -> None:
         """The coordinator publishes a membership."""
@@ -280,15 +288,21 @@ class Checkers:
             require(not common, "ending", f"the job gave up although generations {sorted(common)} are still held for every rank")
 
     def _held_by_all(self, agents: list[Any]) -> set[int]:
-        ranks = range(self.world.control.config.grid.world_size)
-        held: dict[int, set[int]] = {r: set() for r in ranks}
+        control = self.world.control
+        held: dict[int, set[int]] = {r: set() for r in range(control.config.grid.world_size)}
         for agent in agents:
+            # A node that leaves may have generations of a course that training has not taken: nothing is restored from them.
+            up_to = control.agents[agent.incarnation].left_up_to
+
+            def counts(generations: Iterable[int], up_to: int | None = up_to) -> set[int]:
+                return {g for g in generations if up_to is None or g <= up_to}
+
             for worker in agent.workers:
                 if worker.rank is not None:
                     own = {s.content.generation for s in worker.own.values() if not s.rotten}
                     # A damaged copy that was fetched anew is known to be mended once its rank has restored from it, not before.
-                    held[worker.rank] |= self.world.control.commits.usable(agent.incarnation, worker.rank, own)
+                    held[worker.rank] |= control.commits.usable(agent.incarnation, worker.rank, counts(own))
             for rank, generations in agent.replicas.generations().items():
                 rotten = {s.content.generation for s in agent.replica_snapshots(rank).values() if s.rotten}
-                held[rank] |= set(generations) - rotten
+                held[rank] |= counts(set(generations) - rotten)
         return set.intersection(*held.values())

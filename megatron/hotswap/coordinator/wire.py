@@ -21,6 +21,7 @@ SERVICE = "deadpool.Coordinator"
 AGENT_STREAM = "Agent"
 COMMAND = "Command"
 MESSAGE_BYTES_MAX = 4 << 20
+_AGENTS_MAX = 1 << 20
 #: Of Status. A field that is added leaves it as it is; one that is taken away or changes its meaning does not.
 STATUS_SCHEMA = 1
 
@@ -32,6 +33,9 @@ OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),  # a server counts its clients' pings as an attack, unless it has something to say in between
     ("grpc.enable_http_proxy", 0),
     ("grpc.so_reuseport", 0),  # a second coordinator on the same port must fail, not share it
+    # When a job starts, or finds its coordinator again, all agents call at once: gRPC cancels calls at random once a thousand wait.
+    ("grpc.server.max_pending_requests", _AGENTS_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", _AGENTS_MAX),
 )
 
 
