@@ -161,8 +161,10 @@ def test_what_the_script_cannot_be_written_for(others, rule):
 
 
 def example_commands() -> list[list[str]]:
-    blocks = (ROOT / "examples" / "slurm" / "README.md").read_text().split("```")[1::2]
-    return [shlex.split(block.replace("\n", " ")) for block in blocks]
+    """The `deadpool sbatch` commands of all examples."""
+    pages = sorted((ROOT / "examples").glob("*/README.md"))
+    blocks = [block for page in pages for block in page.read_text().split("```")[1::2]]
+    return [shlex.split(block.replace("\n", " ")) for block in blocks if block.strip().startswith("deadpool sbatch")]
 
 
 @pytest.mark.parametrize("words", example_commands(), ids=lambda words: words[words.index("--name") + 1])

@@ -106,7 +106,7 @@ class VirtualNodes:
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Shared memory that each node's agent holds for snapshots, own and others'. Read from the kernel."""
-        return {node: sum(_slot_bytes(p.pid) for p in processes) for node, processes in self._processes.items()}
+        return {node: sum(slot_bytes(p.pid) for p in processes) for node, processes in self._processes.items()}
 
     def kill(self, node: str) -> None:
         """End whatever is left of a node: its ghosts too, frozen ones included."""
@@ -133,7 +133,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _slot_bytes(pid: int) -> int:
+def slot_bytes(pid: int) -> int:
     """Sizes of the slots (snapshot/slots.py names them) among a process's open files. Python's mmap keeps each open once more."""
     sizes: dict[int, int] = {}  # by inode
     with contextlib.suppress(OSError):

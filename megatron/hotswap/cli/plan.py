@@ -66,7 +66,7 @@ def plan(
         raise UsageError("--nodes is missing: the plan needs the number of nodes that train")
     cluster = Cluster(nodes, ranks_per_node, 1, _whole(_bytes(host_memory_gb)), nodes_per_switch, on_gpu=not on_cpu)
     speeds = replace(given, **{k: v for k, v in measured.items() if getattr(given, k) is None})
-    answer = make_plan(_job(command, vocabulary, cluster, speeds))
+    answer = make_plan(job_of(command, vocabulary, cluster, speeds))
     if as_json:
         print(json.dumps(to_json(answer, sorted(k for k in measured if getattr(given, k) is None))))
     else:
@@ -106,7 +106,12 @@ def _show_measured(measured: dict[str, float], console: Console, as_json: bool) 
         console.print(f"{speed / GB:7.2f} GB/s  {what[name]}", highlight=False)
 
 
-def _job(command: list[str], vocabulary: int | None, cluster: Cluster, speeds: Speeds) -> Job:
+def job_of(command: list[str], vocabulary: int | None, cluster: Cluster, speeds: Speeds) -> Job:
+    """What a plan is made from, of a training command (the script and its flags) on a cluster.
+
+    Raises:
+        UsageError: the ranks, the grid and the batch do not fit each other, or a flag is one whose effect is not known.
+    """
     flags = read_training_flags(command[1:], vocabulary, step_tensor=not cluster.on_gpu)
     split = flags.split
     model_ranks = split.tensor * split.pipeline * split.context

@@ -27,7 +27,7 @@ def notes() -> list[str]:
     ]
 
 
-def _enough_h2h(plan: Plan) -> float:
+def enough_h2h(plan: Plan) -> float:
     """Bytes a second of a node at which the copies would just hide, all else as assumed."""
     times = plan.times
     assert times.window is not None and times.chain is not None and times.h2h is not None and plan.job.speeds.h2h is not None
@@ -55,7 +55,7 @@ def row(machine: Machine, model: Model, plan: Plan) -> dict[str, Any]:
         "checksum_s": times.checksum,
         "h2h_s": times.h2h,
         "exposed_s": times.exposed,
-        "h2h_enough": _enough_h2h(plan),
+        "h2h_enough": enough_h2h(plan),
     }
 
 

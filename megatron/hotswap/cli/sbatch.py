@@ -73,12 +73,12 @@ class BatchJob:
         if self.ranks_per_node is not None:
             words += ["--hot-swap-ranks-per-node", str(self.ranks_per_node)]
         return _SCRIPT.format(
-            directives="\n".join(f"#SBATCH {line}" for line in self._directives()),
+            directives="\n".join(f"#SBATCH {line}" for line in self.header()),
             active=self.nodes,
             tasks=self.tasks_per_node,
             restarts_max=self.restarts_max,
             runs=shlex.quote(str(Path(save or ".", "runs"))),
-            command=_wrapped(words),
+            command=wrapped(words),
             gpus=f"--gpus-per-node={self.gpus_per_node} " if self.gpus_per_node else "",
             srun=f"{self.srun} " if self.srun else "",
             setup="\n".join(self.setup) + "\n" if self.setup else "",
@@ -86,7 +86,8 @@ class BatchJob:
             no_save="" if save else _NO_SAVE,
         )
 
-    def _directives(self) -> list[str]:
+    def header(self) -> list[str]:
+        """What is said to sbatch, a flag each."""
         least, most = self.nodes + self.spares_min, self.nodes + self.spares
         return [
             f"--job-name={self.name}",
@@ -102,7 +103,8 @@ class BatchJob:
         ]
 
 
-def _wrapped(words: list[str], width: int = 120) -> str:
+def wrapped(words: list[str], width: int = 120) -> str:
+    """A command in lines of bash, each indented; so many characters wide at most where words are not longer."""
     lines, line = [], "   "
     for word in map(shlex.quote, words):
         if len(line) + len(word) > width:

@@ -36,6 +36,8 @@ STEPS = Figure("steps of the long comparison", 100_000, 100_000, "steps")
 RESUME_SHARE = Figure("time to resume over these steps, of checkpoint-restart's", 0.053, 0.053, "share")
 RESUME_TIMES = Figure("the same, times less", 18.8, 18.8, "times")
 OVERHEAD = Figure("visible overhead, 32 to 256 GPUs", 0.0, 0.0, "share")
+#: Of all runs, not only of those in the comparison; the simulation has no use for it, the scaling study (tools/scaling) has.
+ANY_SWAP = Figure("recovery by hot swap, up to 512 A100 and 65B, under", 0.0, 40.0, "s", SOURCE.replace("evaluation", "abstract"))
 _SWAP_S = (SWAP.low + SWAP.high) / 2
 FIGURES = (SWAP, RESTART, TIMES_LESS, STEPS, RESUME_SHARE, RESUME_TIMES, OVERHEAD)
 
