@@ -35,6 +35,8 @@ ROOT = HERE.parent
 SUITES: dict[str, tuple[str, ...]] = {
     "engine": ("copy_engine.py", "transport.py", "stall.py", "memory.py"),
     "rebuild": ("rebuild.py",),
+    "recovery": ("recovery.py",),
+    "goodput": ("goodput.py",),
 }
 
 

@@ -105,6 +105,7 @@ def test_steps_that_ran_again_are_marked_and_compared(tmp_path: Path) -> None:
     recorder.step(_record(5, 3, 0.5))
     recorder.close(0, "training is done")
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert all(("first_t" in x) == (x["again"] > 0) and x.get("first_t", x["t"]) <= x["t"] for x in lines)
     said = [(x["step"], x["again"], x.get("same_bits")) for x in lines]
     assert said == [(1, 0, None), (2, 0, None), (3, 2, True), (4, 1, False), (5, 0, None)]
 

@@ -48,7 +48,7 @@ class Recorder:
         self.lost: deque[tuple[float, str, str]] = deque(maxlen=_LOST)  # (when, node, why)
         self.nodes_lost = 0
         self._waiting: dict[int, tuple[StepRecord, float]] = {}  # with the time of its arrival
-        self._lost: dict[int, list[StepRecord]] = {}  # step -> how it was completed before, and gone back behind
+        self._lost: dict[int, list[tuple[StepRecord, float]]] = {}  # step -> how and when it was completed before, and gone back behind
         self._recent_s: deque[float] = deque(maxlen=_NORMAL_STEPS)
         self._copying: dict[int, _Copy] = {}  # generations that are not committed yet
         self._copies: deque[_Copy] = deque(maxlen=_COPIES)
@@ -94,8 +94,7 @@ class Recorder:
     def rolled_back(self, generation: int, version: int) -> None:
         """Steps after this one, of memberships before `version`, will be run again."""
         for step in [s for s, (record, _) in self._waiting.items() if s > generation and record.version < version]:
-            record, _ = self._waiting.pop(step)
-            self._lost.setdefault(step, []).append(record)
+            self._lost.setdefault(step, []).append(self._waiting.pop(step))
         for late in [g for g in self._copying if g > generation]:
             del self._copying[late]
 
@@ -113,8 +112,10 @@ class Recorder:
             "exposed_stall_s": r.exposed_stall_s,
             "version": r.version,
             "again": len(lost),
-            **({"same_bits": all((x.loss, x.grad_norm) == (r.loss, r.grad_norm) for x in lost)} if lost else {}),
         }
+        if lost:
+            same = all((x.loss, x.grad_norm) == (r.loss, r.grad_norm) for x, _ in lost)
+            line |= {"first_t": lost[0][1], "same_bits": same}
         self._steps.write(json.dumps(line) + "\n")
         self._written = r.step
         self._counted(r.seconds, r.exposed_stall_s)
