@@ -23,7 +23,7 @@ from .config import ControlConfig
 from .decided import Decided
 from .decisions import Decision, Log, Send
 from .hang import HangDetector
-from .membership import Agent, give_ranks, one_per_node
+from .membership import Agent, give_ranks, in_order, one_per_node
 from .phases import Phase
 from .state import Control
 from .timeline import Recovery
@@ -111,19 +111,23 @@ class Restarting(Control):
         return []  # nobody is asked for a report
 
     def _try_plan(self, now: float) -> list[Decision]:
-        """Once enough nodes are warm, give the ranks out anew, in the order of the nodes. Called at every tick, too."""
-        assert self.recovery is not None
+        """Once enough nodes are warm, give the ranks out anew, in the order of the nodes. Called at every tick, too. Only lost nodes are
+        replaced: a job with as many spares as nodes would else go on without those that still start, and how long a restart takes would
+        depend on that."""
+        assert self.recovery is not None and self.membership is not None
         nodes = one_per_node(a for a in self.agents.values() if not a.unhealthy and not a.leaving)
         if len(nodes) < self.config.nodes:
             return self._wait_for_node(len(nodes), now)
         self.spare_deadline_s = None
-        warm = [agent for agent in nodes if agent.warm]
-        if len(warm) < self.config.nodes:
+        had = {member.incarnation for member in self.membership.members}
+        stay = [agent for agent in nodes if agent.incarnation in had]
+        chosen = stay + [agent for agent in nodes if agent.incarnation not in had and agent.warm][: self.config.nodes - len(stay)]
+        if len(chosen) < self.config.nodes or not all(agent.warm for agent in chosen):
             return []
         self.recovery.halted_s = self.recovery.planned_s = now
         self.recovery.generation = max(self.committed, 0)  # at least; what was read is said by who has read it
         self.deadline_s = now + self.config.resume_timeout_s
-        return self._start(m.Membership(self.version, tuple(give_ranks(warm[: self.config.nodes])), ()), None)
+        return self._start(m.Membership(self.version, tuple(give_ranks(in_order(chosen))), ()), None)
 
     def _wait_for_node(self, here: int, now: float) -> list[Decision]:
         wait_s, wanted = self.config.wait_for_spare_s, self.config.nodes
