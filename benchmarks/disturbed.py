@@ -103,8 +103,8 @@ def run_disturbed(launch: Launch, show: Callable[[Coordinator], None] = lambda c
 
 
 def launch(run_dir: Path, argv: list[str], spares: int, **settings: Any) -> Launch:
-    """Two nodes of two ranks; a lost node comes back at once, as the next spare."""
-    return Launch(2, 2, spares, str(SCRIPT), argv, run_dir, return_lost_nodes_after_s=0.0, **settings)
+    """Two nodes of two ranks; a lost node comes back at once, as the next spare, unless told otherwise."""
+    return Launch(2, 2, spares, str(SCRIPT), argv, run_dir, **{"return_lost_nodes_after_s": 0.0, **settings})
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@
 Five runs of one training command (TP 2 x DP 2, dropout on): undisturbed and plain, before and after the others; with checkpoints at a
 guessed interval, which says what a save costs; by restart, at the interval that loses least by Daly's formula for these costs and this
 rate of losses (simulate/theory.py); by hot swap. The last two lose the same nodes' ranks in the same steps and phases, drawn by a seed. A
-lost node comes back at once, as the next spare. Wall time counts from the begin of the first step to the end of the last. The losses of
-all runs must be the same bits.
+spare is warm for each loss, and lost nodes do not come back: here their processes would take the training's cores to start on, which nodes
+of a cluster do not. Wall time counts from the begin of the first step to the end of the last. The losses of all runs must be the same bits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from megatron.hotswap.simulate.theory import daly_interval, expected_wall
 HERE = Path(__file__).resolve().parent
 STEPS, LOSSES, SEED = 300, 10, 7
 RANKS = 4
-SPARES = 2
-#: The first steps of a process are not normal ones; and between two losses a spare must have had the time to become one.
+#: The first steps of a process are not normal ones; and every replica must be there again before the next loss.
 FIRST_LOSS, APART_STEPS = 10, 10
 #: At which what a save costs is measured.
 CALIBRATION_STEPS, CALIBRATION_INTERVAL = 40, 5
@@ -40,7 +39,7 @@ PHASES = ("forward", "backward", "grad-sync", "optimizer", "param-gather")
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --attention-dropout 0.1 "
-    "--hidden-dropout 0.1 --tensor-model-parallel-size 2 --use-distributed-optimizer --micro-batch-size 4 --global-batch-size 16 "
+    "--hidden-dropout 0.1 --tensor-model-parallel-size 2 --use-distributed-optimizer --micro-batch-size 4 --global-batch-size 32 "
     "--lr 4e-3 --lr-decay-iters 1000 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --log-interval 1 --eval-iters 0 "
     "--eval-interval 100000 --split 99,1,0 --num-workers 0 --ckpt-format torch"
 )
@@ -89,12 +88,14 @@ class Runs:
     def restarting(self, name: str, interval: int, steps: int, faults: list[Scheduled]) -> dict[str, Any]:
         """Plain Megatron with checkpoints; returns its summary."""
         argv = [*self._flags(steps), "--save", str(self.folder / f"{name}-checkpoints"), "--save-interval", str(interval)]
-        job = launch(self.folder / name, argv, SPARES if faults else 0, on_failure="restart", faults=list(faults))
-        return run_disturbed(job)
+        return self._run(name, argv, faults, on_failure="restart")
 
     def swapping(self) -> dict[str, Any]:
         """With hot swap; returns its summary."""
-        return run_disturbed(launch(self.folder / "swap", self._flags(self.steps), SPARES, faults=list(self.faults)))
+        return self._run("swap", self._flags(self.steps), self.faults)
+
+    def _run(self, name: str, argv: list[str], faults: list[Scheduled], **settings: Any) -> dict[str, Any]:
+        return run_disturbed(launch(self.folder / name, argv, len(faults), faults=list(faults), return_lost_nodes_after_s=None, **settings))
 
     def _flags(self, steps: int) -> list[str]:
         return [*MODEL.split(), *DEADLINES.split(), "--train-iters", str(steps)]
