@@ -181,6 +181,10 @@ class Restarting(Control):
         armed, self._armed = self._armed, []
         return [*commit, resumed, *(said for injection in armed for said in self._arm("", m.Inject(injection), now))]
 
+    def _ended_while_halted(self, incarnation: str, event: m.Finished, now: float) -> list[Decision]:
+        """Nobody has a rank now: one that speaks of its rank is a process that is being ended."""
+        return [] if event.rank is not None else super()._finished(incarnation, event, now)
+
     def _could_not_begin(self, incarnation: str, event: m.Finished, now: float) -> list[Decision]:
         """Its script ended before it had read the checkpoint: all others end in the same way, and so they would the next time."""
         if event.code == 0 or event.rank is None:
@@ -225,6 +229,7 @@ _LIVE = tuple(phase for phase in Phase if phase is not Phase.ENDED)
 #: (phase, event) -> what is done, where that is not what state.py's table says.
 _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     (Phase.RESUMING, m.Restored): Restarting._read_checkpoint,
+    (Phase.HALTING, m.Finished): Restarting._ended_while_halted,
     (Phase.RESUMING, m.Finished): Restarting._could_not_begin,
     **{(p, m.SaveWanted): Restarting._save_refused for p in _LIVE},
     **{(p, m.Inject): Restarting._arm for p in _LIVE},
