@@ -61,7 +61,7 @@ class Faults:
         warm = [a for a in control.agents.values() if a.warm]
         complete = len(coordinator.recorder.recoveries)
         rest = control.phase is Phase.TRAINING and control.recovery is None and len(warm) == self.nodes and complete == self.struck
-        if not rest or last is None:
+        if not rest or last is None or last.step < control.newest_step:  # what a restart has lost is being run again
             self._quiet_from = None
             return
         self._quiet_from = last.step if self._quiet_from is None else self._quiet_from

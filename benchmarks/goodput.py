@@ -199,7 +199,7 @@ def main() -> None:
         picture = (Path(name) if options.quick else HERE / "results") / "goodput.png"
         draw(picture, Path(name), found)
         print(f"{picture} has {picture.stat().st_size} bytes", file=sys.stderr)
-    print(json.dumps({"quick": options.quick, "steps": steps, "seed": options.seed, **found}))
+    print(json.dumps({"job": {"steps": steps, "losses": losses, "seed": options.seed, "quick": options.quick}, **found}))
 
 
 if __name__ == "__main__":
