@@ -166,7 +166,7 @@ def draw(path: Path, found: dict[str, Any]) -> None:
     left = dict.fromkeys(names, 0.0)
     for i, phase in enumerate(PHASES):
         width = [bars[name]["phases"][phase]["median"] for name in names]
-        label = phase.removesuffix("_s").replace("_", " ")
+        label = phase.removesuffix("_s").replace("_", " ") + (", and starting new processes" if phase == "halt_s" else "")
         axes.barh(names, width, left=list(left.values()), color=COLORS[i % len(COLORS)], label=label, height=0.6)
         left = {name: left[name] + w for name, w in zip(names, width, strict=True)}
     ends = {name: x["to_new_step_s"]["median"] + x["normal_step_s"]["median"] for name, x in bars.items()}
@@ -177,7 +177,7 @@ def draw(path: Path, found: dict[str, Any]) -> None:
         axes.plot([x["min"], x["max"]], [y, y], color="black", linewidth=1)
         axes.plot([x["median"]], [y], "k|", markersize=10)
         axes.annotate(f" {x['median']:.2f} s", (max(x["max"], left[name]), y), va="center", fontsize=8)
-    axes.set_xlabel("seconds from the fault to the end of the first new step; lines: least, median and largest, less a normal step")
+    axes.set_xlabel("seconds from the fault to the end of the first new step\nlines and figures: least, median, largest, less a normal step")
     axes.margins(x=0.1)
     axes.legend(frameon=False, fontsize=8, loc="best")
     figure.savefig(path, dpi=110)
