@@ -177,7 +177,7 @@ def draw(path: Path, found: dict[str, Any]) -> None:
         axes.plot([x["min"], x["max"]], [y, y], color="black", linewidth=1)
         axes.plot([x["median"]], [y], "k|", markersize=10)
         axes.annotate(f" {x['median']:.2f} s", (max(x["max"], left[name]), y), va="center", fontsize=8)
-    axes.set_xlabel("seconds from the fault to the end of the first new step\nlines and figures: least, median, largest, less a normal step")
+    axes.set_xlabel("seconds from the fault to the end of the first new step\nlines, figures: least, median, largest, less a normal step")
     axes.margins(x=0.1)
     axes.legend(frameon=False, fontsize=8, loc="best")
     figure.savefig(path, dpi=110)
