@@ -37,6 +37,8 @@ SUITES: dict[str, tuple[str, ...]] = {
     "rebuild": ("rebuild.py",),
     "swaps": ("swaps.py",),
     "coordinator": ("coordinator.py", "decisions.py"),
+    "recovery": ("recovery.py",),
+    "goodput": ("goodput.py",),
 }
 
 

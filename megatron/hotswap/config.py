@@ -14,6 +14,7 @@ from pathlib import Path
 from .errors import UsageError
 
 TRANSPORTS = ("tcp", "mpi", "nixl")
+ON_FAILURE = ("swap", "restart")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class HotSwapConfig:
     check_groups: str  # no or yes
     spares: int  # nodes, under Slurm
     ranks_per_node: int | None  # under Slurm; None: its GPUs
+    on_failure: str  # swap or restart
     metrics_port: int  # 0: none are served
     metrics_address: str
 
@@ -259,6 +261,15 @@ _SNAPSHOTS = (
     ),
 )
 _CONTROL = (
+    _Flag(
+        "on-failure",
+        str,
+        "swap",
+        None,
+        "set by `deadpool run --on-failure`: what follows a loss, a hot swap or a restart of the whole job from Megatron's newest "
+        "checkpoint (default: %(default)s)",
+        choices=ON_FAILURE,
+    ),
     _Flag(
         "store",
         str,

@@ -177,6 +177,7 @@ FLAGS = {
     "--hot-swap-ranks-per-node",
     "--hot-swap-metrics-port",
     "--hot-swap-metrics-address",
+    "--hot-swap-on-failure",
 }
 
 

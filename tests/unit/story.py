@@ -7,11 +7,12 @@ membership, so a command says who in the story does something, not which message
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from typing import Any, Literal
 
 from megatron.hotswap.control import decided
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.config import Durable
+from megatron.hotswap.control.restarting import control_of
 from megatron.hotswap.control.state import Control, ControlConfig, Log, Send
 from megatron.hotswap.recovery.plan import DurableFolder
 from megatron.hotswap.topology.grid import Grid
@@ -72,14 +73,15 @@ class Story:
         interval: str = "1",
         window: str = "600",
         failures: str = "3",
+        on_failure: Literal["swap", "restart"] = "swap",
     ) -> None:
         """The job's shape. Leases of 3 s, halts of 30 s, resumes of 120 s, spares are waited for 60 s. `save` is where durable generations
         go, `durable` those that it goes on from: GENERATION,GENERATION. `window` is that of respawns, `failures` of a node put it into
-        quarantine."""
+        quarantine. `on_failure`: what follows a loss."""
         grid = Grid(int(nodes) * int(per_node), int(tensor))
         shape = {"world-size": grid.world_size}
         begin = tuple(DurableFolder(f"folder{g}", int(g), "run-0", tuple(shape.items())) for g in durable.split(",") if g)
-        self.control = Control(
+        self.control = control_of(
             ControlConfig(
                 RUN_ID,
                 TOKEN,
@@ -91,6 +93,7 @@ class Story:
                 respawn_window_s=float(window),
                 quarantine_failures=int(failures),
                 durable=Durable(save, shape, begin=begin) if save else None,
+                on_failure=on_failure,
             )
         )
 
@@ -214,10 +217,12 @@ class Story:
         replicas = {int(x.split(":")[0]): tuple(int(g) for g in x.split(":")[1].split(",")) for x in held}
         return self._handle(self.lives[node], m.ReplicaReport(v, replicas))
 
-    def do_restored(self, *ranks: str, version: str = "") -> list[Any]:
-        """These ranks have their state."""
+    def do_restored(self, *ranks: str, version: str = "", checkpoint: str = "") -> list[Any]:
+        """These ranks have their state: from memory, or from Megatron's checkpoint of a step."""
         v = int(version) if version else self.control.version
-        return [d for r in ranks for d in self._handle(self._member(r).incarnation, m.Restored(v, int(r), 0.25, 0.5, 1000, 1))]
+        read = int(checkpoint) if checkpoint else None
+        said = [m.Restored(v, int(r), 0.25, 0.5, 1000, 1, generation=read) for r in ranks]
+        return [d for restored in said for d in self._handle(self._member(str(restored.rank)).incarnation, restored)]
 
     def do_first_step(self, *ranks: str) -> list[Any]:
         """These ranks have done a step."""

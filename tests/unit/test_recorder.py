@@ -16,7 +16,7 @@ def test_the_slowest_rank_of_each_committed_generation_counts(tmp_path):
         recorder.copied(Acknowledged(1, generation, 1, 0.05, 0.02))
         recorder.committed(generation)
     recorder.copied(Acknowledged(0, 3, 1, 9.0, 9.0))  # not committed, and the job goes back: it says nothing
-    recorder.rolled_back(2)
+    recorder.rolled_back(2, 2)
     recorder.close(0, "done")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["copy"] == {"d2h_s": 0.05, "h2h_s": 0.2, "total_s": 0.21, "generations": 3}

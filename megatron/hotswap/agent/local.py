@@ -98,6 +98,7 @@ FromWorker = (
     | Strike
     | m.WorkerReady
     | m.StepDone
+    | m.Acknowledged
     | m.WorkerError
     | m.HaltReport
     | m.Restored

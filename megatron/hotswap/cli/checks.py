@@ -109,12 +109,9 @@ def check_command(script: str, argv: Sequence[str], world_size: int) -> None:
         raise UsageError(
             f"the training script {script!r} is not a file; give the path of a script such as pretrain_gpt.py"
         )
-    for flag in ("--hot-swap-run-dir", "--world-size"):
+    for flag, ours in (("--hot-swap-run-dir", "--run-dir"), ("--world-size", "--nodes"), ("--hot-swap-on-failure", "--on-failure")):
         if any(word == flag or word.startswith(f"{flag}=") for word in argv):
-            raise UsageError(
-                f"{flag} is set by `deadpool run` itself; leave it out after --, and give --run-dir or --nodes "
-                "before it"
-            )
+            raise UsageError(f"{flag} is set by `deadpool run` itself; leave it out after --, and give {ours} before it")
     args = megatron_flags(argv)
     _check_sizes(args, grid_of(argv, world_size))
     for value in [path for name in _DATA_PATHS for path in getattr(args, name.replace("-", "_"))]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from .. import config
 from ..agent.inject import write_down
@@ -32,6 +33,7 @@ from ..security.authority import issue, new_token
 from .checks import check_command, check_nodes, flags_added_here, grid_of
 from .durable import durable_of
 from .networks import NodeNetworks
+from .restarts import check_restart
 
 #: What a run leaves at the top of its directory; the next run there replaces it.
 _RUN_FILES = ("steps.jsonl", "events.jsonl", "summary.json", "injections.jsonl", "run.png", JOURNAL_FILE)
@@ -58,6 +60,7 @@ class Launch:
     separate_networks: bool = False  # a network namespace for each node, so that its cable can be pulled
     end_lost_nodes: bool = True  # False leaves a frozen node's ghosts alone, as a cluster that cannot reach the node must
     faults: list[Scheduled] = field(default_factory=list)
+    on_failure: Literal["swap", "restart"] = "swap"
 
     @property
     def world_size(self) -> int:
@@ -81,7 +84,7 @@ class VirtualNodes:
             return
         launch = self._launch
         place = AgentEnvironment(*self._place, node=node, workers=launch.ranks_per_node, launcher_pid=os.getpid())
-        flags = ["--hot-swap", "--hot-swap-run-dir", str(launch.run_dir)]
+        flags = ["--hot-swap", "--hot-swap-run-dir", str(launch.run_dir), "--hot-swap-on-failure", launch.on_failure]
         within = [] if self.networks is None else self.networks.command(node)
         with open(self.log(node), "ab") as out:
             process = subprocess.Popen(
@@ -237,6 +240,9 @@ def control_of(launch: Launch, run_id: str) -> ControlConfig:
     check_nodes(launch.nodes, launch.ranks_per_node, launch.spares)
     check_command(launch.script, launch.argv, launch.world_size)
     flags_added_here(launch.argv)
+    restarts = launch.on_failure == "restart"
+    if restarts:
+        check_restart(launch.argv, launch.faults, launch.separate_networks)
     hotswap = config.parse([*launch.argv, "--hot-swap-run-dir", str(launch.run_dir)])
     return ControlConfig(
         run_id=run_id,
@@ -257,7 +263,8 @@ def control_of(launch: Launch, run_id: str) -> ControlConfig:
         hang_min_s=hotswap.hang_min_s,
         replicas=hotswap.replicas,
         interval=hotswap.interval,
-        durable=durable_of(launch.argv, launch.world_size, hotswap.keep_durable),
+        durable=None if restarts else durable_of(launch.argv, launch.world_size, hotswap.keep_durable),
+        on_failure=launch.on_failure,
     )
 
 

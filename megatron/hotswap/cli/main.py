@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -43,6 +43,10 @@ def run(
         float | None,
         typer.Option("--return-lost-nodes-after-s", metavar="S", help="Bring a lost node back, as a spare."),
     ] = None,
+    on_failure: Annotated[
+        Literal["swap", "restart"],
+        typer.Option("--on-failure", help="What follows a loss: a hot swap, or a restart of the whole job from Megatron's checkpoint."),
+    ] = "swap",
     inject: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,6 +70,7 @@ def run(
     launch = Launch(nodes, ranks_per_node, spares, command[0], command[1:], run_dir, port=port)
     launch.return_lost_nodes_after_s = return_lost_nodes_after_s
     launch.separate_networks = separate_networks
+    launch.on_failure = on_failure
     raise typer.Exit(run_job(launch, RunOptions(inject or [], verbose, picture), JobConsole()))
 
 

@@ -117,7 +117,7 @@ def placement_lines(membership: Membership) -> list[str]:
         for holder in membership.holders_of(rank):
             held.setdefault(holder.node, []).append(rank)
     return [
-        f"{node}: {ranks_in_words(mine)}; holds the replicas of "
-        f"{ranks_in_words(held.get(node, [])) if held.get(node) else 'nobody'}"
+        f"{node}: {ranks_in_words(mine)}"
+        + (f"; holds the replicas of {ranks_in_words(held[node]) if node in held else 'nobody'}" if held else "")
         for node, mine in ranks.items()
     ]

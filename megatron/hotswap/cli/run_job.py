@@ -20,6 +20,7 @@ from .checks import describe_grid, flags_added_here, grid_of, lease_for_shared_c
 from .durable import describe
 from .faults import parse_scheduled
 from .launch import Launch, VirtualNodes, run
+from .restarts import describe_restart
 from .show import Show, end_lines, log_of_failure
 
 _PICTURE_TIMEOUT_S = 120.0
@@ -74,13 +75,14 @@ def _head(launch: Launch, control: ControlConfig, longer_lease: bool) -> str:
         "spare at most "
         f"{hotswap.wait_for_spare_s:g} s",
     ]
-    lines.append(f"  control traffic is encrypted (TLS); snapshots between nodes: {protection(hotswap)}")
+    restarts = launch.on_failure == "restart"
+    lines.append(f"  control traffic is encrypted (TLS); snapshots between nodes: {'none' if restarts else protection(hotswap)}")
     if longer_lease:
         lines.append(
             f"  {launch.world_size} ranks share {len(os.sched_getaffinity(0))} cores, where a process may wait seconds for its turn: "
             "hence this lease; choose another one with --hot-swap-lease-s"
         )
-    lines += describe(control.durable)
+    lines += describe_restart(launch.argv) if restarts else describe(control.durable)
     added = flags_added_here(launch.argv)
     if added:
         lines.append("  no GPU here: trains on CPUs over gloo, with " + " ".join(added))

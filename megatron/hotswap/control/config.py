@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import UsageError
 from ..recovery.plan import DurableFolder
@@ -45,6 +46,7 @@ class ControlConfig:
     settle_s: float = 30.0  # at start: how long spares are waited for once enough nodes are there
     interval: int = 1  # steps between snapshots
     durable: Durable | None = None  # None: the job has nowhere to write
+    on_failure: Literal["swap", "restart"] = "swap"  # restarting.py
 
     def __post_init__(self) -> None:
         if self.lease_s < 3 * self.heartbeat_interval_s:

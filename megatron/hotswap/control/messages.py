@@ -12,7 +12,7 @@ import msgspec
 
 from ..snapshot.manifest import DurableFile as DurableFile
 
-PROTOCOL = 9
+PROTOCOL = 10
 #: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
 #: Faults of the network between nodes, which the launcher causes: their node is cut off, and cannot be told of the end of it.
@@ -226,6 +226,7 @@ class Restored(_Message, frozen=True):
     steps_rerun: int  # completed steps this rank runs again
     groups_kept: int = 0
     groups_made: int = 0
+    generation: int | None = None  # that it has read from Megatron's checkpoint; None: from memory, the plan's
 
 
 class FirstStep(_Message, frozen=True):

@@ -29,10 +29,13 @@ class Recovery:
     generation: int | None = None
     attempts: int = 1
     timeouts: int = 0  # of resuming, in a row
+    restart: bool = False  # of the whole job, from a checkpoint (restarting.py)
 
     @property
     def kind(self) -> str:
-        """The highest rung of the ladder that was needed."""
+        """The highest rung of the ladder that was needed; or what is done in place of climbing it."""
+        if self.restart:
+            return "restart"
         return "swap" if self.lost_nodes else "respawn" if self.respawned else "reset"
 
     def time_line(self, version: int, now: float) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class Recorder:
         self.lost: deque[tuple[float, str, str]] = deque(maxlen=_LOST)  # (when, node, why)
         self.nodes_lost = 0
         self._waiting: dict[int, tuple[StepRecord, float]] = {}  # with the time of its arrival
+        self._lost: dict[int, list[tuple[StepRecord, float]]] = {}  # step -> how and when it was completed before, and gone back behind
         self._recent_s: deque[float] = deque(maxlen=_NORMAL_STEPS)
         self._copying: dict[int, _Copy] = {}  # generations that are not committed yet
         self._copies: deque[_Copy] = deque(maxlen=_COPIES)
@@ -90,14 +91,15 @@ class Recorder:
         for step in sorted(s for s in self._waiting if s <= generation):
             self._write(*self._waiting.pop(step))
 
-    def rolled_back(self, generation: int) -> None:
-        """Steps after this one will be run again."""
-        for step in [s for s in self._waiting if s > generation]:
-            del self._waiting[step]
+    def rolled_back(self, generation: int, version: int) -> None:
+        """Steps after this one, of memberships before `version`, will be run again."""
+        for step in [s for s, (record, _) in self._waiting.items() if s > generation and record.version < version]:
+            self._lost.setdefault(step, []).append(self._waiting.pop(step))
         for late in [g for g in self._copying if g > generation]:
             del self._copying[late]
 
     def _write(self, r: StepRecord, arrived: float) -> None:
+        lost = self._lost.pop(r.step, [])
         line = {
             "step": r.step,
             "t": arrived,
@@ -109,7 +111,11 @@ class Recorder:
             "step_s": r.seconds,
             "exposed_stall_s": r.exposed_stall_s,
             "version": r.version,
+            "again": len(lost),
         }
+        if lost:
+            same = all((x.loss, x.grad_norm) == (r.loss, r.grad_norm) for x, _ in lost)
+            line |= {"first_t": lost[0][1], "same_bits": same}
         self._steps.write(json.dumps(line) + "\n")
         self._written = r.step
         self._counted(r.seconds, r.exposed_stall_s)

@@ -13,6 +13,7 @@ import grpc
 
 from ..control import messages as m
 from ..control.decided import Decided
+from ..control.restarting import control_of
 from ..control.sanity import nonsense
 from ..control.state import Control, ControlConfig, Decision, Log, Phase, Send
 from ..errors import Malformed, UsageError
@@ -58,7 +59,7 @@ class Coordinator:
         self, config: ControlConfig, run_dir: Path, store: Store, decided: Decided | None, faults: list[Scheduled] | None = None
     ) -> None:
         """`store` is led by this process; `decided` is what it had of a coordinator before this one, whose job is taken up."""
-        self.control = Control(config, decided, clock.now())
+        self.control: Control = control_of(config, decided, clock.now())
         self.recorder = Recorder(run_dir, again=decided is not None)
         self._store = store
         self._first = RecordsFirst(self.control, store, self._carry_out, self.stand_by)
@@ -242,6 +243,9 @@ class Coordinator:
                     self._arm_due(message.record.step)
                 elif isinstance(message, m.Acknowledged):
                     self.recorder.copied(message)
+                elif isinstance(message, m.Restored) and message.generation is not None and message.version == self.control.version:
+                    # Here, and not once all have said it: the same agent says next that it has completed a step.
+                    self.recorder.rolled_back(message.generation, message.version)
                 self._apply(self.control.handle(incarnation, message, clock.now()))
         caller.outbox.put_nowait(refusal)
 
@@ -279,7 +283,7 @@ class Coordinator:
                 if isinstance(decision.message, m.Commit):
                     self.recorder.committed(decision.message.generation)
                 elif isinstance(decision.message, m.Resume):
-                    self.recorder.rolled_back(decision.message.generation)
+                    self.recorder.rolled_back(decision.message.generation, decision.message.membership.version)
             else:
                 self._write_down(decision)
         if self.control.exit_code is not None:
@@ -291,7 +295,9 @@ class Coordinator:
             self._metrics.event(said)
         self.notices.append(said)
         if said.kind == "durable" and self.control.exit_code is not None:  # what came after it is not there any more
-            self.recorder.rolled_back(said.data["generation"])
+            self.recorder.rolled_back(said.data["generation"], self.control.version + 1)
+        elif said.kind == "end" and self.control.config.on_failure == "restart" and said.data["code"] not in (0, 130):
+            self.recorder.rolled_back(max(self.control.committed, 0), self.control.version + 1)  # only checkpoints are left of the rest
         elif said.kind in ("node-lost", "released"):  # a launcher may bring either back
             self.lost_nodes.put_nowait(said.data["node"])
         elif said.kind in m.CABLE_FAULTS and self.cables is not None:

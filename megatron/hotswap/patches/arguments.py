@@ -19,8 +19,8 @@ from ..errors import UsageError
 _PARSERS = 2
 
 
-def join_parser(await_rank: Callable[[], None]) -> None:
-    """Patch the parser. `await_rank` puts the rank into the environment."""
+def join_parser(await_rank: Callable[[], None], adjust: Callable[[Namespace], None] = lambda args: None) -> None:
+    """Patch the parser. `await_rank` puts the rank into the environment; `adjust` may change what was parsed."""
     from megatron.training import arguments
 
     original, fill = arguments.parse_args, arguments.add_megatron_arguments
@@ -42,6 +42,7 @@ def join_parser(await_rank: Callable[[], None]) -> None:
         args = original(provider, ignore_unknown_args)
         arguments.add_megatron_arguments = fill
         require_covered(args)
+        adjust(args)
         return args
 
     arguments.parse_args = parse_args

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import UsageError
+from ..worker.loop import is_communication
 
 
 def serve_from_slots(training: Any, in_slots: Callable[[], bool]) -> None:
@@ -26,6 +27,9 @@ def serve_from_slots(training: Any, in_slots: Callable[[], bool]) -> None:
             return result
         except (AssertionError, KeyError, ValueError, RuntimeError) as misfit:
             from megatron.training import get_args
+
+            if is_communication(misfit):  # a peer is gone; nothing is wrong with the checkpoint
+                raise
 
             detail = str(misfit).strip().splitlines() or [type(misfit).__name__]
             raise UsageError(

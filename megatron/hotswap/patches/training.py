@@ -81,23 +81,10 @@ class StepRunner:
         return noted
 
     def record(self, call: StepCall, result: Any, stall_s: float) -> m.StepRecord | None:
-        import torch.distributed as dist
-
-        losses, grad_norm = result[0], result[5]
-        if dist.get_rank() != dist.get_world_size() - 1:
-            return None
-        tokens = local_sizes()["samples"] * local_sizes()["tokens"]
-        record = m.StepRecord(
-            step=call.iteration + 1,
-            version=self._session.version,
-            consumed_samples=self._trainer.consumed_train_samples,
-            seconds=self._seconds,
-            exposed_stall_s=stall_s,
-            loss={name: float(value.item()).hex() for name, value in losses.items()},
-            grad_norm=None if grad_norm is None else float(grad_norm).hex(),
-            tokens=tokens,
-        )
-        self._trainer.record = msgspec.to_builtins(record)
+        consumed = self._trainer.consumed_train_samples
+        record = step_record(result, call.iteration + 1, self._session.version, consumed, self._seconds, stall_s)
+        if record is not None:
+            self._trainer.record = msgspec.to_builtins(record)
         return record
 
     def write_scalars(self, iteration: int) -> None:
@@ -122,6 +109,36 @@ class StepRunner:
         for name, timer in get_timers()._timers.items():
             timer._started = running.get(name, False)
             timer._start_time = time.time()
+
+
+def step_record(
+    result: Any, step: int, version: int, consumed_samples: int, seconds: float, exposed_stall_s: float = 0.0
+) -> m.StepRecord | None:
+    """What a step looked like, from what Megatron's train_step returned; None on ranks that do not log.
+
+    Args:
+        result: of train_step: the losses by name first, the gradient norm sixth.
+        step: that is complete; 1 is the first.
+        version: of the membership.
+        consumed_samples: after it.
+        seconds: that it took.
+        exposed_stall_s: of these, waited for snapshots.
+    """
+    import torch.distributed as dist
+
+    losses, grad_norm = result[0], result[5]
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return None
+    return m.StepRecord(
+        step=step,
+        version=version,
+        consumed_samples=consumed_samples,
+        seconds=seconds,
+        exposed_stall_s=exposed_stall_s,
+        loss={name: float(value.item()).hex() for name, value in losses.items()},
+        grad_norm=None if grad_norm is None else float(grad_norm).hex(),
+        tokens=local_sizes()["samples"] * local_sizes()["tokens"],
+    )
 
 
 def set_hooks(model: list[Any], on: bool) -> None:

@@ -37,15 +37,10 @@ def main() -> None:
         argv = [*argv, *cpu.default_flags(argv)]
     else:
         wheel.use_built_dataset_helpers()
-    from ..patches.install import HotSwap, warm
-    from .abort import guard_groups
-
-    guard_groups(session, on_device=not on_cpu)
-    code, text = 0, ""
+    code, text, plain = 0, "", False
     failure: BaseException | None = None
     try:
-        HotSwap(session, config.parse(argv), _store_factory(place.address))
-        warm()
+        plain = _patch(session, argv, on_cpu)
         sys.argv = [script, *argv]
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
@@ -59,14 +54,16 @@ def main() -> None:
         last = traceback.extract_tb(failure.__traceback__)[-1]  # a bare assert says nothing but its place
         code, text = 1, f"{type(failure).__name__}: {failure} (in {last.name}, line {last.lineno}: {last.line})"
     sys.stdout.flush()
-    if code and session.building:
+    if plain and isinstance(failure, Exception) and _peer_lost(session, failure):
+        session.report_error(failure, session.step, collective=True)  # whoever is to blame, all are ended and started anew
+    elif code and session.building:
         end_process(
             code, f"this spare could not build its rank: {text}"
         )  # its agent tells; the next spare takes its place
-    if code and session.loading and _peer_lost(session, failure):
+    elif code and session.loading and _peer_lost(session, failure):
         # Its agent starts it again, and it reads what lies in its slots as after any other loss.
         end_process(1, f"a peer was lost before training had begun: {text}")
-    if isinstance(failure, Exception) and session.step > 0:
+    elif isinstance(failure, Exception) and session.step > 0:
         _say_failed_in_training(session, failure)
     elif code and session.halted:
         # Lost a peer before the first snapshot: nothing here can be gone back to, and the coordinator says what that means.
@@ -74,6 +71,24 @@ def main() -> None:
     else:
         session.say(m.Finished(place.worker, session.rank, code, text))
     threading.Event().wait()  # the monitor ends this process
+
+
+def _patch(session: Session, argv: list[str], on_cpu: bool) -> bool:
+    """Put hot-swap into Megatron; or only what watches it, where the job restarts instead. Returns whether it is the second."""
+    from ..patches.install import HotSwap, warm
+    from ..patches.plain import PlainTraining
+
+    settings = config.parse(argv)
+    plain = settings.on_failure == "restart"
+    if plain:
+        PlainTraining(session, settings)
+    else:
+        from .abort import guard_groups
+
+        guard_groups(session, on_device=not on_cpu)
+        HotSwap(session, settings, _store_factory(session.place.address))
+    warm()
+    return plain
 
 
 def _say_failed_in_training(session: Session, failure: Exception) -> None:
