@@ -10,8 +10,9 @@ The processes have groups and no model (gloo, TP 2, PP 2 from 8 on, DP the rest;
 by processes that hold stand-in groups, as a spare does. Seconds are from the order until the last rank has its groups; operations are
 those of a surviving rank on the rendezvous store, the most that any has made. Survivors have looked for the holders of their groups
 before, as they do while a spare builds its model (`prepare_cpu_s`). torch's store asks the name service for every client's name; where
-that does not answer, it waits for seconds. So the processes have a network of their own, without one, if that may be made (root). Many processes share few cores here, so the seconds hold
-for this machine; what a rank does by itself is its processor time, from which `model` says what other sizes would take.
+that does not answer, it waits for seconds. So the processes have a network of their own, without one, if that may be made (root). Many
+processes share few cores here, so the seconds hold for this machine; what a rank does by itself is its processor time, from which
+`model` says what other sizes would take.
 """
 
 from __future__ import annotations

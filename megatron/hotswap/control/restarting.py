@@ -23,7 +23,7 @@ from .config import ControlConfig
 from .decided import Decided
 from .decisions import Decision, Log, Send
 from .hang import HangDetector
-from .membership import Agent, give_ranks, in_order, one_per_node
+from .membership import Agent, give_ranks, one_per_node
 from .phases import Phase
 from .state import Control
 from .timeline import Recovery
@@ -77,7 +77,7 @@ class Restarting(Control):
         self.finished.clear()
         self.hang = HangDetector(self.config.hang_factor, self.config.hang_min_s)  # reading a checkpoint takes as long as it takes
         if self.recovery is None:
-            self.recovery = Recovery(now, heard, [], [], now, restart=True)
+            self.recovery = Recovery(now, heard, [], [], now, over, restart=True)
         else:
             self.recovery.attempts += 1
             self.recovery.restored.clear()
@@ -127,7 +127,8 @@ class Restarting(Control):
         self.recovery.halted_s = self.recovery.planned_s = now
         self.recovery.generation = max(self.committed, 0)  # at least; what was read is said by who has read it
         self.deadline_s = now + self.config.resume_timeout_s
-        return self._start(m.Membership(self.version, tuple(give_ranks(in_order(chosen))), ()), None)
+        members = give_ranks(sorted(chosen, key=lambda agent: agent.order))
+        return self._start(m.Membership(self.version, tuple(members), ()), None)
 
     def _wait_for_node(self, here: int, now: float) -> list[Decision]:
         wait_s, wanted = self.config.wait_for_spare_s, self.config.nodes
