@@ -66,7 +66,7 @@ def narrate(log: Log) -> str | None:
     if log.kind == "worker-lost":
         return f"process lost: {log.reason}; its node starts it again"
     if log.kind == "recovery":
-        return f"{log.reason}; every rank stops where it is"
+        return log.reason + ("; every rank stops where it is" if data.get("rung") != "restart" else "")
     if log.kind == "assign":
         return f"spare {data['node']} takes {ranks_in_words(data['ranks'])}"
     if log.kind == "plan":
