@@ -88,7 +88,7 @@ def test_status_inject_and_ctrl_c(tmp_path):
         code, said = ask(
             "inject", "--run-dir", run_dir, "--freeze", "worker:node1/0", "--at-step", 10**6, "--phase", "fence"
         )
-        assert (code, "in step 1000000, phase fence" in said) == (0, True)
+        assert (code, "in step 1000000, phase fence" in said) == (0, True), said
         job.send_signal(signal.SIGINT)
         out, _ = job.communicate(timeout=END_TIMEOUT_S)
     finally:

@@ -1,10 +1,12 @@
 """Megatron's log is shown once, whichever ranks write it, and noise stays in the files."""
 
 import os
+import threading
 
+from megatron.hotswap.cli import output
 from megatron.hotswap.cli.log_filter import LogFilter
 from megatron.hotswap.cli.log_tail import LogTail
-from megatron.hotswap.cli.show import JobConsole
+from megatron.hotswap.cli.output import JobConsole
 
 
 def shown(lines, verbose=False):
@@ -121,7 +123,27 @@ def test_a_reader_that_goes_away_does_not_end_the_job():
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:
-        console = JobConsole(file=pipe)
+        console = JobConsole(pipe)
         for step in range(3):
             console.print(f"step {step}")
-        assert console.quiet
+        console.patient.drain()
+
+
+def test_a_reader_that_stops_does_not_stop_the_job(monkeypatch):
+    """Ctrl-S, a pager that waits, a terminal whose connection hangs: whoever prints coordinates the job. All comes once it is read."""
+    monkeypatch.setattr(output, "WAITING_CHARS_MAX", 1 << 20)
+    reader, writer = os.pipe()
+    lines: list[str] = []
+    with open(writer, "w") as pipe, open(reader) as read:
+        console = JobConsole(pipe)
+        for step in range(4000):  # two million characters; a pipe takes 65,536
+            console.print(f"step {step:05} " + "x" * 500, soft_wrap=True)
+        reading = threading.Thread(target=lambda: lines.extend(iter(read.readline, "the end\n")))
+        reading.start()
+        console.patient.drain()
+        console.print("the end")
+        console.patient.drain()
+        reading.join(30)
+    *steps, note = lines
+    assert [line[:10] for line in steps] == [f"step {step:05}" for step in range(len(steps))] and len(steps) > 2000
+    assert note == f"deadpool: {4000 - len(steps)} lines were left out here, since nobody read them; logs/ has them\n"

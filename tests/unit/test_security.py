@@ -450,7 +450,7 @@ async def test_an_agent_ends_in_words_when_the_coordinator_talks_nonsense(tmp_pa
 
     async def nonsense(requests, context):
         async for _ in requests:
-            yield b"\xc1"
+            yield b"\xc0"
 
     server = grpc.aio.server(options=wire.OPTIONS)
     handlers = {wire.AGENT_STREAM: grpc.stream_stream_rpc_method_handler(nonsense)}

@@ -16,7 +16,8 @@ from ..control.messages import Member, Membership, StepRecord
 from ..control.state import Log, Phase
 from ..coordinator.recorder import read_exit_code
 from .checks import megatron_flags
-from .show import JobConsole, Show, end_lines, log_of_failure
+from .output import JobConsole
+from .show import Show, end_lines, log_of_failure
 
 _INTERVAL_S = 0.2
 #: What a decision says of the phase that the job is in after it.
@@ -100,7 +101,7 @@ class _Lines:
 def main() -> int:
     """The command: the run directory, then the training command's flags."""
     run_dir, argv = Path(sys.argv[1]), sys.argv[2:]
-    job, console = Followed(run_dir), JobConsole()
+    job, console = Followed(run_dir), JobConsole(sys.stdout)
     with Show(run_dir, console, steps_total=megatron_flags(argv).train_iters) as show:
         while (code := read_exit_code(run_dir)) is None:
             time.sleep(_INTERVAL_S)
@@ -110,6 +111,7 @@ def main() -> int:
         show(job)
     lines = end_lines(run_dir, code, job.control.reason or "interrupted", log_of_failure(job.control.failed, run_dir))
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console.patient.drain()
     return 0
 
 

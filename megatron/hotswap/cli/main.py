@@ -64,14 +64,19 @@ def run(
     picture: Annotated[bool, typer.Option("--picture/--no-picture", help="Draw run.png at the end.")] = True,
 ) -> None:
     """Run a Megatron job with hot-swap on virtual nodes of this machine. The exit code is the job's."""
+    from .output import JobConsole
     from .run_job import RunOptions, run_job
-    from .show import JobConsole
 
     launch = Launch(nodes, ranks_per_node, spares, command[0], command[1:], run_dir, port=port)
     launch.return_lost_nodes_after_s = return_lost_nodes_after_s
     launch.separate_networks = separate_networks
     launch.on_failure = on_failure
-    raise typer.Exit(run_job(launch, RunOptions(inject or [], verbose, picture), JobConsole()))
+    console = JobConsole(sys.stdout)
+    try:
+        code = run_job(launch, RunOptions(inject or [], verbose, picture), console)
+    finally:
+        console.patient.drain()
+    raise typer.Exit(code)
 
 
 app.command(context_settings={"allow_interspersed_args": False})(plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,16 +39,6 @@ _STYLES = {
     "unhealthy": "bold red",
     "quarantined": "bold yellow",
 }
-
-
-class JobConsole(Console):
-    """A console whose reader may go away (`deadpool run … | head`): the job goes on, in silence."""
-
-    def on_broken_pipe(self) -> None:
-        """Nobody reads any more. rich's own answer is to end the program."""
-        self.quiet = True
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), self.file.fileno())  # or Python complains of what it could not flush at its end
 
 
 class Shown(Protocol):
