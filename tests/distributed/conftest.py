@@ -5,9 +5,21 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
+from hot_swap_job import GRIDS, REFERENCE_STEPS, argv, run_job
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a job of the first grid that nothing happens to: a shorter one, and one on other nodes, has the same steps
+    (hot_swap_job.argv). Many tests compare with it, and a job costs half a minute."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    case = GRIDS["tp2-dp2"]
+    assert run_job(case, folder / "run", argv(case, REFERENCE_STEPS, folder / "checkpoints"))["exit_code"] == 0
+    return folder / "run"
 
 
 def own_shared_memory() -> set[str]:

@@ -78,6 +78,8 @@ GRIDS = {
 }
 
 
+#: Of the reference job (conftest.py) of the first grid.
+REFERENCE_STEPS = 160
 #: The first grid on nodes of two ranks each: the same job, so its steps are the same bits.
 BY_TWO = GridCase("tp2-dp2 by two", 2, 2, GRIDS["tp2-dp2"].flags)
 

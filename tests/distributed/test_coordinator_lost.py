@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from etcd_server import EtcdServer
-from hot_swap_job import BY_TWO, ROOT, argv, events, run_job, steps
+from hot_swap_job import BY_TWO, REFERENCE_STEPS, ROOT, argv, events, steps
 
 from megatron.hotswap.cli.launch import Launch, VirtualNodes, prepare
 from megatron.hotswap.coordinator.job_file import Setup, read_job, write_setup
 
-_ITERATIONS = 160
 _PATIENCE_S = 240.0
 pytestmark = pytest.mark.timeout(900)
 
@@ -35,7 +34,7 @@ class Job:
 
     def __init__(self, run_dir: Path, store: str, spares: int) -> None:
         self.run_dir = run_dir
-        command = argv(BY_TWO, _ITERATIONS, None, f"--hot-swap-store {store}")
+        command = argv(BY_TWO, REFERENCE_STEPS, None, f"--hot-swap-store {store}")
         self._launch = Launch(2, BY_TWO.world_size // 2, spares, str(ROOT / "pretrain_gpt.py"), command, run_dir)
         self._control = prepare(self._launch)
         write_setup(run_dir, Setup(self._control, store))
@@ -89,14 +88,6 @@ class Job:
             self.nodes.end()
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
-    """The steps of the job that nothing happens to."""
-    run_dir = tmp_path_factory.mktemp("reference")
-    assert run_job(BY_TWO, run_dir, argv(BY_TWO, _ITERATIONS, None))["exit_code"] == 0
-    return steps(run_dir)
-
-
 @contextlib.contextmanager
 def job(run_dir: Path, store: str, spares: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -115,7 +106,7 @@ def recoveries(run_dir: Path) -> list[tuple[str, list[str]]]:
 
 
 def test_a_coordinator_that_is_started_again_takes_up_its_journal(
-    tmp_path: Path, reference: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job(tmp_path / "run", "journal", 2, monkeypatch) as running:
         serving = running.coordinator()
@@ -136,13 +127,13 @@ def test_a_coordinator_that_is_started_again_takes_up_its_journal(
         time.sleep(1.0)
         serving = running.coordinator()
         assert serving.wait(timeout=_PATIENCE_S) == 0
-        assert steps(tmp_path / "run") == reference
+        assert steps(tmp_path / "run") == steps(undisturbed)
         assert len(running.events("coordinator-back")) == 2
         assert recoveries(tmp_path / "run") == [("swap", ["node1"]), ("swap", ["node0"])]
 
 
 def test_under_etcd_the_node_of_the_coordinator_may_be_lost_and_a_frozen_one_comes_too_late(
-    tmp_path: Path, reference: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "etcd").mkdir()
     with EtcdServer(tmp_path / "etcd") as etcd, job(tmp_path / "run", etcd.name, 1, monkeypatch) as running:
@@ -166,6 +157,6 @@ def test_under_etcd_the_node_of_the_coordinator_may_be_lost_and_a_frozen_one_com
         assert third.wait(timeout=_PATIENCE_S) == 0
         assert second.wait(timeout=_PATIENCE_S) == 0  # it stood by, and heard that the job is over
         assert "leaves the job to another one" in (tmp_path / "run" / "logs" / "coordinator1.log").read_text()
-        assert steps(tmp_path / "run") == reference
+        assert steps(tmp_path / "run") == steps(undisturbed)
         assert len(running.events("coordinator-back")) == 2
         assert recoveries(tmp_path / "run") == [("swap", ["node0"])]
