@@ -38,6 +38,8 @@ class Returning(Starting, abc.ABC):
         self._not_back: dict[str, str] = {}  # those that came and were lost again -> evidence
         self._said_early: list[tuple[str, m.Event]] = []  # what they say meanwhile
         self._resumes = False
+        self._patient_until_s = now + max(_RETURN_LEASES * config.lease_s, config.wait_for_spare_s)
+        self._says_patience = True
         self._leavers: Mapping[str, Leaver] = {}  # nodes that were leaving, by incarnation
         self._ranks: tuple[m.Membership | None, dict[str, dict[int, int]]] = (None, {})  # see _ranks_of
         if decided is not None:
@@ -110,6 +112,8 @@ class Returning(Starting, abc.ABC):
             return out
         if mine:
             self._back[incarnation] = event
+            if not self._says_patience and self.deadline_s is not None:  # the way is free again: the others follow
+                self.deadline_s = max(self.deadline_s, now + _RETURN_LEASES * self.config.lease_s)
             self._not_back.pop(incarnation, None)
         return out + self._go_on_returning(now)
 
@@ -153,9 +157,15 @@ class Returning(Starting, abc.ABC):
         leavers = [i for i in self._leavers if i not in self.agents and not self._resumes]
         if (missing or leavers) and now <= self.deadline_s:
             return []
+        here = f"{len(self._back)} of {len(members)} agents are here"
+        # Who reaches less than half of a job may be cut off itself. Then the others train on, and to give them up would cost them all.
+        if 2 * len(self._back) < len(members) and now <= self._patient_until_s:
+            said, self._says_patience = self._says_patience, False
+            wait_s = self._patient_until_s - now
+            text = f"{here}; it may be the coordinator that is cut off, so the others are waited for {wait_s:.0f} s more"
+            return [Log("waiting", text, {"back": sorted(self._back)})] if said else []
         self._enter(Phase.TRAINING)
         self.deadline_s = None
-        here = f"{len(self._back)} of {len(members)} agents are here"
         text = f"the coordinator is back, with membership {self.version} as it was decided: {here}"
         out: list[Decision] = [Log("coordinator-back", text, {"version": self.version, "back": sorted(self._back)})]
         out += self._let_go()
