@@ -160,10 +160,11 @@ class Returning(Starting, abc.ABC):
         here = f"{len(self._back)} of {len(members)} agents are here"
         # Who reaches less than half of a job may be cut off itself. Then the others train on, and to give them up would cost them all.
         if 2 * len(self._back) < len(members) and now <= self._patient_until_s:
-            said, self._says_patience = self._says_patience, False
-            wait_s = self._patient_until_s - now
+            if not self._says_patience:
+                return []
+            self._says_patience, wait_s = False, self._patient_until_s - now
             text = f"{here}; it may be the coordinator that is cut off, so the others are waited for {wait_s:.0f} s more"
-            return [Log("waiting", text, {"back": sorted(self._back)})] if said else []
+            return [Log("waiting", text, {"back": sorted(self._back)})]
         self._enter(Phase.TRAINING)
         self.deadline_s = None
         text = f"the coordinator is back, with membership {self.version} as it was decided: {here}"

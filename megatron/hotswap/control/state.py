@@ -240,6 +240,13 @@ class Control(Returning):
         agent.answered_s = now
         return [Send(incarnation, m.Alive())]
 
+    def on_course(self, record: m.StepRecord) -> bool:
+        """Whether a step was completed in the course that training takes, as far as is known. One of a membership that is over may be
+        told late, by a node that leaves even: it stays complete unless the plan goes back behind it."""
+        if record.version >= self.version or self.phase is Phase.HALTING:
+            return record.version <= self.version
+        return record.step <= self.base
+
     def _step_done(self, incarnation: str, event: m.StepDone, now: float) -> list[Decision]:
         self.stepped = True  # the service records the rest
         if event.record.step > self.newest_step:

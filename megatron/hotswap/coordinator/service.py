@@ -236,7 +236,7 @@ class Coordinator:
                     caller.evidence, caller.misbehaved = f"it sent what no agent of this job says: {wrong}", True
                     refusal = self._refuse(caller.evidence, f"node {node}")
                     break
-                if isinstance(message, m.StepDone) and message.record.version == self.control.version:
+                if isinstance(message, m.StepDone) and self.control.on_course(message.record):
                     self.recorder.step(message.record)
                     if self._metrics is not None:
                         self._metrics.step(message.record)
