@@ -121,7 +121,7 @@ class Checkers:
         before = {x.incarnation for x in self.memberships[max(self.memberships)].members} if self.memberships else set()
         gone = {i for i in before if i in world.control.fenced or not world.agents[i].node.alive}
         if len(gone) > world.control.config.replicas:  # that there is anything to go back to is more than was promised
-            self.history = [g for g in self.history if g <= generation]
+            self.history, self.peak = [g for g in self.history if g <= generation], generation
             return
         one_before = self.history[-2] if len(self.history) > 1 else 0
         safe = one_before if world.skip else self.peak - (2 * world.interval - 1)
