@@ -146,15 +146,7 @@ class Recovering(Saves):
         self.replica_reports.clear()
         self.errors.clear()
         self.finished.clear()
-        if self.recovery is None:
-            self.recovery = Recovery(now, heard, [], [], now, over)
-        else:
-            self.recovery.attempts += 1
-            self.recovery.restored.clear()
-            self.recovery.first_step.clear()
-        self.recovery.lost_nodes += lost
-        self.recovery.evidence += evidence
-        self.recovery.respawned |= down or {}
+        self.recovery = (self.recovery or Recovery(now, heard, [], [], now, over)).once_more(lost, evidence, down or {})
         self.recovery.fresh = {rank: since for rank, since in self.recovery.fresh.items() if rank not in (down or {})}
         losses = [f"lost {lost}"] if lost else []
         losses += [f"lost the process of rank {rank} on {node}" for rank, node in (down or {}).items()]

@@ -76,15 +76,8 @@ class Restarting(Control):
         self.errors.clear()
         self.finished.clear()
         self.hang = HangDetector(self.config.hang_factor, self.config.hang_min_s)  # reading a checkpoint takes as long as it takes
-        if self.recovery is None:
-            self.recovery = Recovery(now, heard, [], [], now, over, restart=True)
-        else:
-            self.recovery.attempts += 1
-            self.recovery.restored.clear()
-            self.recovery.first_step.clear()
-        self.recovery.lost_nodes += lost
-        self.recovery.evidence += evidence
-        self.recovery.respawned |= down or {}
+        recovery = self.recovery or Recovery(now, heard, [], [], now, over, restart=True)
+        self.recovery = recovery.once_more(lost, evidence, down or {})
         losses = [f"lost {lost}"] if lost else []
         losses += [f"lost the process of rank {rank} on {node}" for rank, node in (down or {}).items()]
         reason = f"{what or ', '.join(losses) or f'every node lives, but {evidence[0]}'}: the whole job is started anew"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +28,19 @@ class Recovery:
     restored_s: float | None = None
     first_step: set[int] = field(default_factory=set)
     generation: int | None = None
-    attempts: int = 1
+    attempts: int = 0
     timeouts: int = 0  # of resuming, in a row
     restart: bool = False  # of the whole job, from a checkpoint (restarting.py)
+
+    def once_more(self, lost: list[str], evidence: list[str], down: Mapping[int, str]) -> Recovery:
+        """It begins, or begins again since something more was lost: nodes, and ranks (with their nodes) whose process is started again."""
+        self.attempts += 1
+        self.restored.clear()
+        self.first_step.clear()
+        self.lost_nodes += lost
+        self.evidence += evidence
+        self.respawned |= down
+        return self
 
     @property
     def kind(self) -> str:
