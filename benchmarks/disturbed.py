@@ -7,19 +7,17 @@ some steps have gone by. So a recovery is not measured while the machine still s
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jobs import SCRIPT, JobFailed, environment
+from jobs import SCRIPT, JobFailed, recorded_steps
 
 from megatron.hotswap.cli.client import call
-from megatron.hotswap.cli.launch import Launch, run
+from megatron.hotswap.cli.launch import Launch
 from megatron.hotswap.control.messages import Injection
 from megatron.hotswap.control.state import Phase
 from megatron.hotswap.coordinator.service import Coordinator
@@ -88,33 +86,14 @@ class Faults:
             raise JobFailed(f"{injection} was refused: {refusal}") from refusal
 
 
-def run_disturbed(launch: Launch, show: Callable[[Coordinator], None] = lambda coordinator: None) -> dict[str, Any]:
-    """Run a job to its end; returns its summary.
-
-    Raises:
-        JobFailed: it did not end with code 0.
-    """
-    os.environ.update(environment())
-    code = asyncio.run(run(launch, show))
-    summary: dict[str, Any] = json.loads((launch.run_dir / "summary.json").read_text())
-    if code:
-        raise JobFailed(f"the job in {launch.run_dir.name} ended with code {code}: {summary['ended']}")
-    return summary
-
-
 def launch(run_dir: Path, argv: list[str], spares: int, **settings: Any) -> Launch:
     """Two nodes of two ranks; a lost node comes back at once, as the next spare, unless told otherwise."""
     return Launch(2, 2, spares, str(SCRIPT), argv, run_dir, **{"return_lost_nodes_after_s": 0.0, **settings})
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Of a file of JSON lines; none where it is not there."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
 def bits(run_dir: Path) -> dict[int, tuple[Any, ...]]:
     """Step -> loss, gradient norm and samples, exactly."""
-    return {x["step"]: (x["loss_hex"], x["grad_norm_hex"], x["consumed_samples"]) for x in lines_of(run_dir / "steps.jsonl")}
+    return {x["step"]: (x["loss_hex"], x["grad_norm_hex"], x["consumed_samples"]) for x in recorded_steps(run_dir)}
 
 
 def difference(runs: Sequence[Path]) -> tuple[int, int]:
@@ -127,6 +106,6 @@ def difference(runs: Sequence[Path]) -> tuple[int, int]:
         for step, value in bits(run_dir).items():
             found.setdefault(step, set()).add(repr(value))
             seen[step] = seen.get(step, 0) + 1
-        differ += sum(x.get("same_bits") is False for x in lines_of(run_dir / "steps.jsonl"))
+        differ += sum(x.get("same_bits") is False for x in recorded_steps(run_dir))
     compared = [step for step, count in seen.items() if count > 1]
     return len(compared), differ + sum(len(found[step]) > 1 for step in compared)

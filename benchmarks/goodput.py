@@ -22,7 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from disturbed import difference, launch, lines_of, run_disturbed
+from disturbed import difference, launch
+from jobs import recorded_steps, run_launch
 
 from megatron.hotswap.cli.picture import COLORS
 from megatron.hotswap.coordinator.service import Scheduled
@@ -66,13 +67,13 @@ def schedule(steps: int, losses: int, seed: int) -> list[Scheduled]:
 
 def wall_s(run_dir: Path) -> float:
     """From the begin of the first step to the end of the last, s."""
-    lines = lines_of(run_dir / "steps.jsonl")
+    lines = recorded_steps(run_dir)
     return float(lines[-1]["t"] - lines[0]["t"] + lines[0]["step_s"])
 
 
 def save_s(run_dir: Path, interval: int) -> float:
     """What a save costs, s: how much longer it is from a saved step to the end of the next one than between others, medians."""
-    lines = lines_of(run_dir / "steps.jsonl")
+    lines = recorded_steps(run_dir)
     gaps = {a["step"]: b["t"] - a["t"] for a, b in pairwise(lines) if a["step"] > interval}
     saved = [gap for step, gap in gaps.items() if step % interval == 0]
     others = [gap for step, gap in gaps.items() if step % interval]
@@ -95,7 +96,7 @@ class Runs:
         return self._run("swap", self._flags(self.steps), self.faults)
 
     def _run(self, name: str, argv: list[str], faults: list[Scheduled], **settings: Any) -> dict[str, Any]:
-        return run_disturbed(launch(self.folder / name, argv, len(faults), faults=list(faults), return_lost_nodes_after_s=None, **settings))
+        return run_launch(launch(self.folder / name, argv, len(faults), faults=list(faults), return_lost_nodes_after_s=None, **settings))
 
     def _flags(self, steps: int) -> list[str]:
         return [*MODEL.split(), *DEADLINES.split(), "--train-iters", str(steps)]
@@ -170,7 +171,7 @@ def draw(path: Path, folder: Path, found: dict[str, Any]) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     labels = {"undisturbed": "undisturbed", "swap": "hot swap", "restart": "checkpoint-restart, best interval"}
     for (name, label), color in zip(labels.items(), COLORS, strict=False):
-        lines = lines_of(folder / name / "steps.jsonl")
+        lines = recorded_steps(folder / name)
         begin = lines[0]["t"] - lines[0]["step_s"]
         seconds = [0.0, *(line["t"] - begin for line in lines)]
         axes.step(seconds, [0, *(line["step"] for line in lines)], where="post", color=color, label=f"{label}: {seconds[-1]:.0f} s")

@@ -45,16 +45,25 @@ def run_hot_swap(
     Raises:
         JobFailed: it did not end with code 0.
     """
-    os.environ.update(environment())
 
     def show(coordinator: Coordinator) -> None:
         last = coordinator.recorder.last_step
         look(0 if last is None else last.step)
 
-    code = asyncio.run(run(Launch(nodes, ranks_per_node, 0, str(SCRIPT), argv, run_dir), show))
-    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return run_launch(Launch(nodes, ranks_per_node, 0, str(SCRIPT), argv, run_dir), show)
+
+
+def run_launch(launch: Launch, show: Callable[[Coordinator], None] = lambda coordinator: None) -> dict[str, Any]:
+    """Run a job of `deadpool run`'s to its end; returns its summary.
+
+    Raises:
+        JobFailed: it did not end with code 0.
+    """
+    os.environ.update(environment())
+    code = asyncio.run(run(launch, show))
+    summary: dict[str, Any] = json.loads((launch.run_dir / "summary.json").read_text())
     if code:
-        raise JobFailed(f"the job with hot-swap ended with code {code}: {summary['ended']}; its logs are in {run_dir / 'logs'}")
+        raise JobFailed(f"the job in {launch.run_dir.name} ended with code {code}: {summary['ended']}; see {launch.run_dir / 'logs'}")
     return summary
 
 
@@ -113,6 +122,11 @@ def hot_swap_step_times(run_dir: Path) -> dict[int, float]:
     return step_times(*(log for log in (run_dir / "logs").glob("*.log") if not log.name.startswith("agent-")))
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def recorded_steps(run_dir: Path) -> list[dict[str, Any]]:
     """steps.jsonl."""
-    return [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+    return lines_of(run_dir / "steps.jsonl")

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import inprocess
-from disturbed import Faults, Kind, difference, launch, lines_of, run_disturbed
+from disturbed import Faults, Kind, difference, launch
+from jobs import lines_of, recorded_steps, run_launch
 
 from megatron.hotswap.cli.picture import COLORS
 
@@ -63,7 +64,7 @@ def measured(run_dir: Path, summary: dict[str, Any], kinds: Sequence[Kind]) -> l
     struck, recoveries = lines_of(run_dir / "injections.jsonl"), summary["recoveries"]
     if not len(struck) == len(recoveries) == len(kinds):
         raise ValueError(f"{len(kinds)} faults were wanted, {len(struck)} struck, and there were {len(recoveries)} recoveries")
-    completed = {x["step"]: x.get("first_t", x["t"]) for x in lines_of(run_dir / "steps.jsonl")}
+    completed = {x["step"]: x.get("first_t", x["t"]) for x in recorded_steps(run_dir)}
     found = []
     for kind, fault, r in zip(kinds, struck, recoveries, strict=True):
         first_new = r["generation"] + r["steps_rerun"] + 1
@@ -77,7 +78,7 @@ def by_swap(folder: Path, faults: int) -> list[dict[str, Any]]:
     """One job with all kinds of losses in turn."""
     kinds = [kind for _ in range(faults) for kind in KINDS]
     run_dir = folder / "swap"
-    summary = run_disturbed(launch(run_dir, flags(), SPARES), Faults(kinds, run_dir, 2 + SPARES))
+    summary = run_launch(launch(run_dir, flags(), SPARES), Faults(kinds, run_dir, 2 + SPARES))
     rows = measured(run_dir, summary, kinds)
     wrong = [row for row in rows if row["kind"] != RUNGS[row["loss"]]]
     if wrong:
@@ -91,7 +92,7 @@ def by_restart(folder: Path, interval: int, faults: int) -> list[dict[str, Any]]
     run_dir = folder / f"restart-{interval}"
     argv = flags("--save", str(folder / f"checkpoints-{interval}"), "--save-interval", str(interval))
     job = launch(run_dir, argv, SPARES, on_failure="restart")
-    summary = run_disturbed(job, Faults(kinds, run_dir, 2 + SPARES, spread_steps=interval, seed=interval))
+    summary = run_launch(job, Faults(kinds, run_dir, 2 + SPARES, spread_steps=interval, seed=interval))
     return measured(run_dir, summary, kinds)
 
 

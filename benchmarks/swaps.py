@@ -9,7 +9,6 @@ comes back as the next spare. The first node's processes live through all of it:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from jobs import SCRIPT, JobFailed, environment, recorded_steps, run_hot_swap
+from jobs import SCRIPT, recorded_steps, run_hot_swap, run_launch
 from memory import role, usage
 
-from megatron.hotswap.cli.launch import Launch, run
+from megatron.hotswap.cli.launch import Launch
 from megatron.hotswap.coordinator.service import Coordinator, Scheduled
 
 STEPS_A_SWAP = 3
@@ -84,7 +83,6 @@ def _descriptors(pid: int) -> list[str]:
 
 def disturbed(run_dir: Path, swaps: int, ranks_per_node: int, argv: list[str]) -> tuple[dict[str, Any], list[Look]]:
     """The job with its losses; its summary, and a look after each."""
-    os.environ.update(environment())
     last_rank = 2 * ranks_per_node - 1
     faults = [Scheduled("kill", "node", last_rank, STEPS_A_SWAP * (i + 1), PHASES[i % len(PHASES)]) for i in range(swaps)]
     looks: list[Look] = []
@@ -96,11 +94,7 @@ def disturbed(run_dir: Path, swaps: int, ranks_per_node: int, argv: list[str]) -
             print(f"{done} swaps: {asdict(looks[-1])}", file=sys.stderr)
 
     job = Launch(2, ranks_per_node, 1, str(SCRIPT), argv, run_dir, faults=faults, return_lost_nodes_after_s=0.0)
-    code = asyncio.run(run(job, show))
-    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    if code:
-        raise JobFailed(f"the job ended with code {code}: {summary['ended']}; its logs are in {run_dir / 'logs'}")
-    return summary, looks
+    return run_launch(job, show), looks
 
 
 def growth(looks: list[Look], name: str) -> int:

@@ -138,25 +138,33 @@ class Recovering(Saves):
         if it is none of this."""
         assert self.membership is not None
         over = self.version
-        self.version += 1
-        self._enter(Phase.HALTING)
-        self.start = None
+        recovery, happened = self._membership_over(Recovery(now, heard, [], [], now, over), lost, evidence, down or {}, what)
+        recovery.fresh = {rank: since for rank, since in recovery.fresh.items() if rank not in (down or {})}
+        reason = f"{happened}: membership {over} is over"
         self.deadline_s = now + self.config.halt_timeout_s
         self.halt_reports.clear()
         self.replica_reports.clear()
-        self.errors.clear()
-        self.finished.clear()
-        self.recovery = (self.recovery or Recovery(now, heard, [], [], now, over)).once_more(lost, evidence, down or {})
-        self.recovery.fresh = {rank: since for rank, since in self.recovery.fresh.items() if rank not in (down or {})}
-        losses = [f"lost {lost}"] if lost else []
-        losses += [f"lost the process of rank {rank} on {node}" for rank, node in (down or {}).items()]
-        reason = f"{what or ', '.join(losses) or f'every node lives, but {evidence[0]}'}: membership {over} is over"
         vacant, without = self._vacant(), self._down()
         halt = m.Halt(over, reason, tuple(sorted([*vacant, *without])))
         self.unreported = set(self.agents)
         rung = "swap" if vacant else "respawn" if without else "reset"
         log = Log("recovery", reason, {"rung": rung, "evidence": evidence, "version": over, "lost": lost})
         return [*(Send(i, halt) for i in self.agents), log, *self._assign_spares(now), *self._saving_halted(now)]
+
+    def _membership_over(
+        self, begins: Recovery, lost: list[str], evidence: list[str], down: Mapping[int, str], what: str
+    ) -> tuple[Recovery, str]:
+        """Nobody trains in this membership any more, whatever follows. Returns the recovery, which is `begins` unless one is under way, and
+        what has happened, in words."""
+        self.version += 1
+        self._enter(Phase.HALTING)
+        self.start = None
+        self.errors.clear()
+        self.finished.clear()
+        self.recovery = (self.recovery or begins).once_more(lost, evidence, down)
+        losses = [f"lost {lost}"] if lost else []
+        losses += [f"lost the process of rank {rank} on {node}" for rank, node in down.items()]
+        return self.recovery, what or ", ".join(losses) or f"every node lives, but {evidence[0]}"
 
     def _fail(self, ending: Ending, now: float) -> list[Decision]:
         """The program has failed for good. What was trained so far is written first, where there is somewhere to write."""

@@ -69,18 +69,11 @@ class Restarting(Control):
     ) -> list[Decision]:
         """End every worker that has a rank, and start it anew. The arguments are hot swap's; `_lose` has ordered for `down` already."""
         over = self.version
-        self.version += 1
-        self._enter(Phase.HALTING)
-        self.start = None
+        begins = Recovery(now, heard, [], [], now, over, restart=True)
+        _, happened = self._membership_over(begins, lost, evidence, down or {}, what)
+        reason = f"{happened}: the whole job is started anew"
         self.deadline_s = None  # each process that is started has its own
-        self.errors.clear()
-        self.finished.clear()
         self.hang = HangDetector(self.config.hang_factor, self.config.hang_min_s)  # reading a checkpoint takes as long as it takes
-        recovery = self.recovery or Recovery(now, heard, [], [], now, over, restart=True)
-        self.recovery = recovery.once_more(lost, evidence, down or {})
-        losses = [f"lost {lost}"] if lost else []
-        losses += [f"lost the process of rank {rank} on {node}" for rank, node in (down or {}).items()]
-        reason = f"{what or ', '.join(losses) or f'every node lives, but {evidence[0]}'}: the whole job is started anew"
         log = Log("recovery", reason, {"rung": "restart", "evidence": evidence, "version": over, "lost": lost})
         orders = [order for agent in self.agents.values() if not agent.spare for order in self._start_anew(agent, reason, now)]
         self._armed = [i for i in self._armed if (i.at_step or 0) > self.newest_step + 1]  # others have struck, or had their chance
