@@ -31,6 +31,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's own would spin in every forked process, on the few cores that are measured
+
 import numpy as np
 import psutil
 import torch
@@ -146,6 +148,10 @@ class Rank:
             kept, made = rebuilt.kept, rebuilt.made
         done, done_cpu = time.monotonic(), time.process_time()
         operations = store.operations if isinstance(store, CountingStore) else None
+        return {"done": done, "cpu_s": done_cpu - began_cpu, "operations": operations, "kept": kept, "made": made}
+
+    def use(self) -> None:
+        """See that the groups work."""
         value = torch.ones(1)
         dist.all_reduce(value)
         assert value.item() == self.world
@@ -153,7 +159,6 @@ class Rank:
             value = torch.ones(1)
             dist.all_reduce(value, group=group)
             assert value.item() == dist.get_world_size(group), "a kept or rebuilt group does not work"
-        return {"done": done, "used": time.monotonic(), "cpu_s": done_cpu - began_cpu, "operations": operations, "kept": kept, "made": made}
 
 
 def serve(rank: int, world: int, link: Connection) -> None:
@@ -201,12 +206,12 @@ class World:
             prepared = self.all("prepare", mode, store.addresses)
             began = time.monotonic()
             answers = self.all("order", mode, store.addresses, counted)
+            self.all("use")  # after all have their groups: it would take the processors from those that have not
         finally:
             store.end()
         survivors = [a for rank, a in enumerate(answers) if rank not in LOST]
         return {
             "seconds": max(a["done"] for a in answers) - began,
-            "used_s": max(a["used"] for a in answers) - began,
             "cpu_s": statistics.median(a["cpu_s"] for a in survivors),
             "operations": max((a["operations"] for a in survivors if a["operations"] is not None), default=None),
             "prepare_cpu_s": statistics.median([p for p in prepared if p is not None] or [0.0]),
@@ -276,7 +281,6 @@ def measure(worlds: list[int], repetitions: int) -> dict[int, dict[str, dict[str
         found[size] = {
             mode: {
                 "seconds": round(statistics.median(r["seconds"] for r in timed[mode]), 4),
-                "used_s": round(statistics.median(r["used_s"] for r in timed[mode]), 4),
                 "cpu_s": round(statistics.median(r["cpu_s"] for r in timed[mode]), 5),
                 "prepare_cpu_s": round(statistics.median(r["prepare_cpu_s"] for r in timed[mode]), 5),
                 "operations": counted[mode]["operations"],

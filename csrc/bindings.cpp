@@ -300,6 +300,14 @@ void bind_sockets(py::module_& module) {
       },
       py::arg("fd"), py::arg("address"), py::arg("length"), py::arg("seed") = 0,
       "Receive length bytes to address; returns their CRC32C.");
+  module.def(
+      "open_sockets",
+      [] {
+        py::set found;
+        for (const auto& [fd, inode] : with_os_errors(deadpool::open_sockets)) found.add(py::make_tuple(fd, inode));
+        return py::reinterpret_steal<py::object>(PyFrozenSet_New(found.ptr()));
+      },
+      "Descriptor and inode of every socket of this process.");
 }
 
 void bind_checksum(py::module_& module) {

@@ -1,12 +1,16 @@
 #include "socket_io.hpp"
 
+#include <dirent.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 
 #include "crc32c.hpp"
 #include "memory.hpp"
@@ -97,6 +101,19 @@ std::uint32_t recv_all(int fd, std::uint64_t address, std::uint64_t length, std:
     got += static_cast<std::uint64_t>(count);
   }
   return seed;
+}
+
+std::vector<std::pair<int, std::uint64_t>> open_sockets() {
+  const std::unique_ptr<DIR, int (*)(DIR*)> descriptors(opendir("/proc/self/fd"), closedir);
+  if (!descriptors) throw SocketError(errno, text("/proc/self/fd: ", std::strerror(errno)));
+  std::vector<std::pair<int, std::uint64_t>> found;
+  while (const dirent* entry = readdir(descriptors.get())) {
+    if (entry->d_name[0] == '.') continue;
+    const int fd = std::atoi(entry->d_name);
+    struct stat status;
+    if (fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode)) found.emplace_back(fd, status.st_ino);  // else closed meanwhile
+  }
+  return found;
 }
 
 }  // namespace deadpool

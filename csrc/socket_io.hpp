@@ -1,4 +1,5 @@
-// Whole amounts through a connected stream socket, without Python, for threads that move snapshots.
+// Whole amounts through a connected stream socket, without Python, for threads that move snapshots; and which sockets
+// this process has.
 //
 // The socket should be blocking: then the kernel waits, and a call moves all that it can; on one that is not, the thread
 // waits in poll(), at two more system calls each time. There is no timeout; who wants to end a call shuts the socket
@@ -9,6 +10,8 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace deadpool {
 
@@ -33,5 +36,9 @@ std::uint32_t send_summed(int fd, const void* head, std::size_t head_length, std
 // Receives `length` bytes to `address`; returns the CRC32C of them, going on from `seed`. The checksum is taken of each
 // piece as it comes, while it is in this core's cache. Throws SocketError.
 std::uint32_t recv_all(int fd, std::uint64_t address, std::uint64_t length, std::uint32_t seed = 0);
+
+// Every socket of this process, connected or not: descriptor and inode, which tells it from one that had the number
+// before. Throws SocketError where the kernel does not say.
+std::vector<std::pair<int, std::uint64_t>> open_sockets();
 
 }  // namespace deadpool

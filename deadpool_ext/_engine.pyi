@@ -73,6 +73,9 @@ def recv_all(fd: int, address: int, length: int, seed: int = 0) -> int:
     """Receive length bytes to address; returns their CRC32C, going on from seed. OSError where the socket breaks, a
     ConnectionResetError where the peer closes before the last byte. To end it, shut the socket down."""
 
+def open_sockets() -> frozenset[tuple[int, int]]:
+    """Every socket of this process, connected or not: descriptor, and inode, which tells it from one that had the number before."""
+
 @final
 class RendezvousServer:
     """Serves keys and values to who shows the secret, from a thread of its own, until it is dropped; csrc/rendezvous.hpp has the

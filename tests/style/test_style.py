@@ -50,7 +50,7 @@ LAYERS: dict[str, set[str]] = {
     "topology/ledger": set(),
     "topology/sockets": set(),
     "topology/rendezvous": set(),
-    "topology/process_group": {"errors", "topology/rendezvous"},
+    "topology/process_group": {"errors", "topology/rendezvous", "topology/sockets"},
     "topology/rebind": {"errors"},
     "topology/groups": {"errors", "topology"},
     "coordinator": {"codec", "control", "errors", "metrics", "records", "security", "agent/inject"},

@@ -125,3 +125,59 @@ def test_a_halt_ends_the_wait_for_a_member_that_died_while_groups_were_made(rank
     run = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert run.stdout.startswith("out "), run.stdout + run.stderr[-3000:]
     assert float(run.stdout.split()[-1]) < 10.0, run.stdout
+
+
+DROPPED_WHILE_BLOCKED = """
+import multiprocessing, os, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from megatron.hotswap.topology.groups import Groups
+from megatron.hotswap.topology.rendezvous import Rendezvous, RendezvousStore
+
+TIMEOUT = timedelta(seconds=4)
+context = multiprocessing.get_context("fork")
+met, blocked = context.Barrier(2), context.Event()
+
+def build(rank, address):
+    groups = Groups(TIMEOUT, TIMEOUT, address="127.0.0.1")
+    groups.version = 1
+    client = RendezvousStore(address, timedelta(seconds=60))
+    groups.start_world("gloo", dist.PrefixStore("membership1", client), rank, [0, 1])
+    group = groups.create([0, 1], None, None, None)
+    met.wait()
+    if rank == 0:
+        dist.all_reduce(torch.ones(3), group=group, async_op=True)  # its peer never joins: gloo's thread waits its timeout out
+        del group
+        time.sleep(0.5)
+        blocked.set()
+    else:
+        del group
+        blocked.wait()
+    groups.doom(None)
+    began = time.monotonic()
+    groups.rebuild(2, dist.PrefixStore("membership2", client), ())
+    took = time.monotonic() - began
+    dist.all_reduce(torch.ones(3))
+    longest, last, deadline = 0.0, time.monotonic(), time.monotonic() + 5.0
+    while last < deadline:
+        time.sleep(0.01)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    if rank == 0:
+        print("took", took, "stood still", longest, flush=True)
+    os._exit(0)
+
+served = Rendezvous("127.0.0.1")
+peer = context.Process(target=build, args=(1, served.address), daemon=True)
+peer.start()
+build(0, served.address)
+"""
+
+
+def test_nobody_waits_for_the_end_of_groups_that_are_dropped() -> None:
+    """gloo joins a dropped group's threads, one of which still waits for a peer: neither the rebuild nor Python stand still meanwhile."""
+    run = subprocess.run([sys.executable, "-c", DROPPED_WHILE_BLOCKED], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert run.stdout.startswith("took "), run.stdout + run.stderr[-3000:]
+    _, took, _, _, still = run.stdout.split()
+    assert float(took) < 2.5 and float(still) < 2.5, run.stdout

@@ -8,6 +8,7 @@ call of Megatron's: it walks the list. What a rank does then depends on the grou
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +22,7 @@ from ..errors import HotSwapError
 from . import process_group
 from .ledger import LEDGERS, Counts, Ledger, under_way
 from .rebind import Holders, who_holds
-from .sockets import Sockets, open_sockets
+from .sockets import Sockets
 
 _WORLD = -1  # its number; the others count from 0
 
@@ -141,31 +142,42 @@ class Groups:
                 made.name, made.members, self._rank, made.backend, description=made.description, world=made.number == _WORLD
             )
         else:
-            self._make(made, store)
+            self._make([made], store)
         made.held = made.group
 
-    def _make(self, made: Communicator, store: dist.Store) -> None:
-        made.version, made.store = self.version, store
-        made.broken, made.sockets = True, frozenset()  # until it is complete
-        connects = made.backend == "gloo" and made.may_be_kept and len(made.members) > 1  # now, and through sockets
-        before = open_sockets() if connects else frozenset()
-        LEDGERS[made.name] = Ledger()
-        made.group = process_group.make(
-            made.name,
-            made.members,
+    def _make(self, renewed: Sequence[Communicator], store: dist.Store) -> None:
+        """Make groups on a membership's store, gloo's first."""
+        for made in renewed:
+            made.version, made.store = self.version, store
+            made.broken, made.sockets = True, frozenset()  # until it is complete
+            LEDGERS[made.name] = Ledger()
+        gloo = [made for made in renewed if made.backend == "gloo"]
+        connected = process_group.connect_gloo(
+            [made.name for made in gloo],
+            [made.members for made in gloo],
             self._rank,
-            made.backend,
             store,
             timeout=self._join_timeout,
-            options=made.options,
-            description=made.description,
             address=self._address,
-            world=made.number == _WORLD,
             require_wanted=self._require_wanted,
         )
-        if connects:
-            made.sockets = open_sockets() - before
-        made.broken = False
+        of_group = dict(zip(gloo, connected, strict=True))
+        for made in renewed:
+            made.group = process_group.make(
+                made.name,
+                made.members,
+                self._rank,
+                made.backend,
+                store,
+                gloo=of_group.get(made),
+                timeout=self._join_timeout,
+                options=made.options,
+                description=made.description,
+                world=made.number == _WORLD,
+            )
+            if made in of_group and made.may_be_kept:
+                made.sockets = of_group[made].sockets
+            made.broken = False
 
     def settle(self) -> None:
         """All ranks have joined: from now on a collective of gloo's that takes long has lost a peer."""
@@ -228,8 +240,7 @@ class Groups:
             process_group.forget(made.group)
             process_group.forget(made.held)
         self.version = version
-        for made in renewed:
-            self._make(made, store)
+        self._make(renewed, store)
         # From here on nothing can fail for a peer's sake. Were it not so, the next attempt would still find `held`.
         references = self._replace(renewed)
         reasons = {made.description or made.name: why for made in renewed if (why := verdicts.get(made.number))}
@@ -254,6 +265,9 @@ class Groups:
             made.held = made.group
         if self._check and (left := who_holds(old)):
             raise HotSwapError(f"{len(left)} references to process groups of the membership before are left: {'; '.join(left[:20])}")
+        # gloo joins threads and closes connections, which others need not wait for. Torch lets go of Python's lock meanwhile.
+        threading.Thread(target=old.clear, name="deadpool-drop", daemon=True).start()
+        del old
         return references
 
     def _agree(self, store: dist.Store, replaced: set[int]) -> dict[int, str | None]:

@@ -13,6 +13,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from deadpool_ext import open_sockets
+
 from .rendezvous import GroupStore
+from .sockets import Sockets
 
 #: gloo groups of up to so many members connect to each other when they are made: their sockets are known then, so that one group can
 #: be ended and another kept. In larger ones each pair connects when it first has something to say: what a member does to join must
@@ -31,6 +35,68 @@ EAGER_MEMBERS_MAX = 8
 _LOOK_S = 0.02
 
 
+@dataclass(frozen=True)
+class Gloo:
+    """What communicates in a gloo group, the store that it needs as long as it lives, and its connections where it has them already."""
+
+    backend: Any
+    store: dist.Store
+    sockets: Sockets
+
+
+def connect_gloo(
+    names: Sequence[str],
+    members: Sequence[Sequence[int]],
+    rank: int,
+    store: dist.Store,
+    *,
+    timeout: timedelta,
+    address: str | None,
+    require_wanted: Callable[[], None],
+) -> list[Gloo]:
+    """Connect several groups, one after another. Blocks until the members of the small ones are there.
+
+    gloo connects a whole group in one call. Where a member has died it may wait in there for good: the end of its sockets does not wake it,
+    nor does its own timeout (seen with torch 2.13: 90 s with a timeout of 10 s). So the calls are left to a thread, and the thread to
+    itself once nobody wants the groups any more.
+
+    Args:
+        names: of all memberships' groups, only these.
+        members: of each group: global ranks, ascending.
+        rank: this process's global rank, in each of them.
+        address: this host's address; None: as torch finds it.
+        require_wanted: raises once nobody wants the groups any more; asked all the time.
+    """
+    if not names:
+        return []
+    found: list[Gloo] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        seen: Sockets | None = None
+        try:
+            for name, ranks in zip(names, members, strict=True):
+                eager = 1 < len(ranks) <= EAGER_MEMBERS_MAX
+                if eager and seen is None:
+                    seen = open_sockets()
+                own = GroupStore(store, name, len(ranks), fetch_at_once=len(ranks) <= EAGER_MEMBERS_MAX)
+                backend = _gloo_backend(ranks.index(rank), len(ranks), own, timeout, address)
+                now = open_sockets() if eager else None
+                found.append(Gloo(backend, own, now - seen if now is not None and seen is not None else frozenset()))
+                seen = now  # a large group has a socket that listens, which is nobody's connection
+        except BaseException as failure:
+            failed.append(failure)
+
+    thread = threading.Thread(target=run, name="deadpool-connect", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        require_wanted()
+        thread.join(_LOOK_S)
+    if failed:
+        raise failed[0]
+    return found
+
+
 def make(
     name: str,
     members: Sequence[int],
@@ -38,28 +104,24 @@ def make(
     backend: str,
     store: dist.Store,
     *,
+    gloo: Gloo | None,
     timeout: timedelta,
     options: Any = None,
     description: str | None = None,
-    address: str | None = None,
     world: bool = False,
-    require_wanted: Callable[[], None] = lambda: None,
 ) -> dist.ProcessGroup:
-    """Create a group and enter it in torch's registries. Blocks until the members of a small gloo group are there; else returns at once.
+    """Create a group and enter it in torch's registries; waits for nobody.
 
     Args:
         name: of all memberships' groups, only this one's.
         members: global ranks, ascending.
         rank: this process's global rank, one of `members`.
-        address: this host's address, for gloo; None: as torch finds it.
+        gloo: of a gloo group, from `connect_gloo`.
         world: it becomes the default group.
-        require_wanted: raises once nobody wants the group any more; asked all the time.
     """
     mapping = {member: i for i, member in enumerate(members)}
-    if backend == "gloo":
-        own = GroupStore(store, name, len(members), fetch_at_once=len(members) <= EAGER_MEMBERS_MAX)
-        gloo = _gloo_backend(mapping[rank], len(members), own, timeout, address, require_wanted)
-        group = _assemble(name, mapping, rank, backend, own, gloo, dist.ProcessGroup.BackendType.GLOO, description)
+    if gloo is not None:
+        group = _assemble(name, mapping, rank, backend, gloo.store, gloo.backend, dist.ProcessGroup.BackendType.GLOO, description)
     else:
         group, _ = c10d._new_process_group_helper(
             len(members),
@@ -130,9 +192,7 @@ def _register(group: dist.ProcessGroup, name: str, backend: str, store: dist.Sto
     c10d._register_pg_in_world(group, backend, store, name, config, rank_mapping=mapping, add_to_default_tag=True)
 
 
-def _gloo_backend(
-    rank: int, size: int, store: dist.Store, timeout: timedelta, address: str | None, require_wanted: Callable[[], None]
-) -> Any:
+def _gloo_backend(rank: int, size: int, store: dist.Store, timeout: timedelta, address: str | None) -> Any:
     options = dist.ProcessGroupGloo._Options()
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     # Small groups share a device, which is a thread and a listening socket. Lazy ones cannot: with two groups on one lazy device
@@ -140,32 +200,9 @@ def _gloo_backend(
     lazy = size > EAGER_MEMBERS_MAX
     options._devices = [_gloo_device(interfaces, address, lazy=True) if lazy else _shared_gloo_device(interfaces, address)]
     options._timeout = timeout
-    backend = _while(require_wanted, lambda: dist.ProcessGroupGloo(store, rank, size, options))
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
     backend._set_sequence_number_for_group()
     return backend
-
-
-def _while(require_wanted: Callable[[], None], connect: Callable[[], Any]) -> Any:
-    """Connect, as long as that is wanted. gloo connects a whole group in one call. Where a member has died it may wait in there for good:
-    the end of its sockets does not wake it, nor does its own timeout (seen with torch 2.13: 90 s with a timeout of 10 s). So that call is
-    left to a thread, and the thread to itself once nobody wants the group any more."""
-    made: list[Any] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            made.append(connect())
-        except BaseException as failure:
-            failed.append(failure)
-
-    thread = threading.Thread(target=run, name="deadpool-connect", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        require_wanted()
-        thread.join(_LOOK_S)
-    if failed:
-        raise failed[0]
-    return made[0]
 
 
 @functools.cache

@@ -22,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deadpool_ext import open_sockets
+
 from ..errors import Halted
 from ..topology.groups import Groups
 from ..topology.ledger import LEDGERS, Ledger
-from ..topology.sockets import Sockets, open_sockets, shut_down
+from ..topology.sockets import Sockets, shut_down
 from .session import Session
 
 _SHUT_INTERVAL_S = 0.02
