@@ -20,6 +20,7 @@ import deadpool_ext
 from megatron.hotswap.device import wheel
 from megatron.hotswap.patches import distrib_optimizer
 from megatron.hotswap.patches.adapter import MegatronTrainer, local_sizes
+from megatron.hotswap.patches.async_save import AsyncSaves
 from megatron.hotswap.patches.parallel_state import create_through
 from megatron.hotswap.recovery.execute import encode_metadata
 from megatron.hotswap.snapshot.engine import SnapshotEngine, layout_of
@@ -234,7 +235,7 @@ def train(on_cpu: bool) -> dict[str, Any]:
     timeout = timedelta(seconds=_COPY_TIMEOUT_S)
     groups = Groups(timeout, timeout)
     create_through(groups)
-    trainer = MegatronTrainer(groups, timeout)
+    trainer = MegatronTrainer(groups, timeout, AsyncSaves(lambda kind, text: None))
     snapshots = Snapshotting(trainer)
     trainer.step_of = lambda: snapshots.current
     distrib_optimizer.put_fence(snapshots.fence, lambda phase: None)

@@ -26,6 +26,7 @@ from megatron.training import training  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
 from megatron.hotswap.patches.adapter import MegatronTrainer  # noqa: E402
+from megatron.hotswap.patches.async_save import AsyncSaves  # noqa: E402
 from megatron.hotswap.patches.parallel_state import create_through  # noqa: E402
 from megatron.hotswap.recovery.execute import encode_metadata  # noqa: E402
 from megatron.hotswap.snapshot.engine import layout_of  # noqa: E402
@@ -66,7 +67,7 @@ def build(rank: int, world_size: int, flags: list[str]) -> dict[str, Any]:
     groups = Groups(timeout, timeout)
     groups.fake = True
     create_through(groups)
-    trainer = MegatronTrainer(groups, timeout)
+    trainer = MegatronTrainer(groups, timeout, AsyncSaves(lambda kind, text: None))
     original = training.setup_model_and_optimizer
 
     def setup(*args: Any, **kwargs: Any) -> Any:

@@ -181,3 +181,70 @@ def test_nobody_waits_for_the_end_of_groups_that_are_dropped() -> None:
     assert run.stdout.startswith("took "), run.stdout + run.stderr[-3000:]
     _, took, _, _, still = run.stdout.split()
     assert float(took) < 2.5 and float(still) < 2.5, run.stdout
+
+
+HALTED_IN_REDUCE_SCATTER = """
+import multiprocessing, os, threading, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from megatron.hotswap.errors import Halted
+from megatron.hotswap.topology.groups import Groups
+from megatron.hotswap.topology.rendezvous import Rendezvous, RendezvousStore
+from megatron.hotswap.worker import abort
+
+TIMEOUT = timedelta(seconds=6)
+context = multiprocessing.get_context("fork")
+over = context.Event()
+
+class Session:
+    version, halted = 1, False
+    def check(self):
+        if self.halted: raise Halted("membership 1 is over")
+
+def build(rank, address):
+    groups = Groups(TIMEOUT, TIMEOUT, address="127.0.0.1")
+    groups.version = 1
+    groups.start_world("gloo", RendezvousStore(address, timedelta(seconds=60)), rank, [0, 1])
+    return groups.create([0, 1], None, None, None)
+
+def peer(address):
+    group = build(1, address)
+    dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(4), group=group)
+    over.wait()
+    os._exit(0)
+
+served = Rendezvous("127.0.0.1")
+process = context.Process(target=peer, args=(served.address,), daemon=True)
+process.start()
+session = Session()
+abort.guard_groups(session, on_device=False)
+group = build(0, served.address)
+part = torch.zeros(2)
+dist.reduce_scatter_tensor(part, torch.full((4,), 3.0), group=group)
+assert part.tolist() == [4.0, 4.0], part
+threads = threading.active_count()
+threading.Timer(1.0, setattr, (session, "halted", True)).start()
+began = time.monotonic()
+try:
+    dist.reduce_scatter_tensor(part, torch.ones(4), group=group)  # the peer never joins
+except Halted:
+    print("out after", time.monotonic() - began, flush=True)
+deadline = time.monotonic() + 60.0
+while len(abort._GUARD.graveyard) and time.monotonic() < deadline:
+    time.sleep(0.1)
+while threading.active_count() > threads and time.monotonic() < deadline:
+    time.sleep(0.1)
+print("buried", len(abort._GUARD.graveyard), "threads", threading.active_count() - threads, flush=True)
+over.set()
+process.join(10)
+os._exit(0)
+"""
+
+
+def test_a_halt_ends_the_wait_for_a_reduce_scatter_and_nothing_of_it_stays() -> None:
+    """Its work knows no timeout and never says that it has ended: without more, every such halt would keep a group and its threads."""
+    run = subprocess.run([sys.executable, "-c", HALTED_IN_REDUCE_SCATTER], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert run.stdout.startswith("out after "), run.stdout + run.stderr[-3000:]
+    assert float(run.stdout.split()[2]) < 4.0, run.stdout
+    assert run.stdout.endswith("buried 0 threads 0\n"), run.stdout

@@ -17,6 +17,7 @@ from ..topology.groups import Groups, Rebuilt
 from ..topology.rendezvous import RendezvousStore
 from ..worker.session import end_process
 from . import distrib_optimizer
+from .async_save import NONE, AsyncSaves
 from .tensorboard import Scalars
 
 
@@ -56,8 +57,11 @@ class ReplayIterator:
 class MegatronTrainer:
     """Implements recovery.execute.Trainer."""
 
-    def __init__(self, groups: Groups, rendezvous_timeout: timedelta, require_wanted: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, groups: Groups, rendezvous_timeout: timedelta, saves: AsyncSaves, require_wanted: Callable[[], None] = lambda: None
+    ) -> None:
         self._groups = groups
+        self._saves = saves
         self._rendezvous_timeout = rendezvous_timeout
         self._require_wanted = require_wanted  # raises once the membership whose groups are being made is over
         self.model: list[Any] = []
@@ -125,6 +129,7 @@ class MegatronTrainer:
             "record": self.record,
             "recoveries": self.scalars.recoveries,
             "start_iteration": self.start_iteration,
+            "save_pending": self._saves.pending,
         }
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
@@ -142,6 +147,7 @@ class MegatronTrainer:
         distrib_optimizer.load_scalars(self.optimizer, metadata["optimizer"])
         get_cuda_rng_tracker().set_states({k: byte_tensor(v) for k, v in metadata["tracker"].items()})
         load_random_state(metadata["random"])
+        self._saves.restored(metadata["iteration"], metadata.get("save_pending", NONE), dist.get_rank())
         machine = get_rerun_state_machine()
         machine.large_value_counts, machine.max_values = (dict(x) for x in metadata["large_values"])
 
@@ -207,9 +213,11 @@ class MegatronTrainer:
     # ---- groups
 
     def prepare_rebuild(self) -> None:
+        self._saves.give_up()  # first: what is pending holds groups
         self._groups.find_holders()
 
     def rebuild_groups(self, plan: local.Plan) -> Rebuilt:
+        self._saves.give_up()  # where no halt came before the plan
         store = RendezvousStore(plan.store, self._rendezvous_timeout, self._require_wanted)
         return self._groups.rebuild(plan.version, store, plan.replaced)
 

@@ -55,7 +55,7 @@ def require_covered(args: Namespace) -> None:
         UsageError: names the flag.
     """
     uncovered = {
-        "--async-save": args.async_save,
+        "--async-strategy nvrx (give --async-strategy mcore)": args.async_save and args.async_strategy != "mcore",
         "--use-megatron-fsdp": getattr(args, "use_megatron_fsdp", False),
         "--use-torch-fsdp2": getattr(args, "use_torch_fsdp2", False),
         "--inprocess-restart": getattr(args, "inprocess_restart", False),

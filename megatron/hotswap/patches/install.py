@@ -24,6 +24,7 @@ from ..worker.session import Session
 from . import arguments, checkpointing, distrib_optimizer, guard, parallel_state
 from . import training as training_patches
 from .adapter import MegatronTrainer
+from .async_save import AsyncSaves
 
 #: What pretrain() imports only when it comes to it.
 _USED_LATER = (
@@ -64,7 +65,8 @@ class HotSwap:
         parallel_state.create_through(self._groups)
         self._aborter = Aborter(session, self._groups)
         self._config = config
-        self._trainer = MegatronTrainer(self._groups, rendezvous, session.check)
+        self._saves = AsyncSaves(lambda kind, text: session.say(m.Note(kind, text)))
+        self._trainer = MegatronTrainer(self._groups, rendezvous, self._saves, session.check)
         self._snapshots = Snapshots(session, self._trainer)
         self._trainer.oldest = lambda: self._snapshots.oldest
         self._recovery = Recovery(session, self._aborter, self._trainer, self._snapshots, new_store)
@@ -82,7 +84,7 @@ class HotSwap:
         checkpointing.serve_from_slots(t, lambda: self._from_slots)
         distrib_optimizer.put_fence(self._fence, self._enter)
         training_patches.note_phases(t, self._enter)
-        sections = training_patches.Sections(t, lambda: self._loop, self._session, self._runner.write_scalars)
+        sections = training_patches.Sections(t, lambda: self._loop, self._session, self._saves, self._runner.write_scalars)
         sections.install(lambda: self._trainer.start_iteration)
         t.train_step = self._train_step
         t.setup_model_and_optimizer = self._setup(t.setup_model_and_optimizer)

@@ -26,6 +26,7 @@ from ..control import messages as m
 from ..worker.loop import Loop, StepCall
 from ..worker.session import Session
 from .adapter import MegatronTrainer, local_sizes
+from .async_save import AsyncSaves
 
 
 class StepRunner:
@@ -159,16 +160,20 @@ def hooks_enabled(model: list[Any]) -> bool:
 class Sections:
     """Wraps what train() calls between steps."""
 
-    def __init__(self, training: Any, loop: Callable[[], Loop | None], session: Session, logged: Callable[[int], None]) -> None:
+    def __init__(
+        self, training: Any, loop: Callable[[], Loop | None], session: Session, saves: AsyncSaves, logged: Callable[[int], None]
+    ) -> None:
         """`logged` is called with the iteration after Megatron has logged it."""
         self._training = training
         self._logged = logged
         self._loop = loop
         self._session = session
+        self._saves = saves
 
     def install(self, start_iteration: Callable[[], int]) -> None:
         t = self._training
         self._wrap_log(t, start_iteration)
+        t.checkpoint_and_decide_exit = self._saving_again(t.checkpoint_and_decide_exit)
         self._wrap("evaluate_and_print_results", "eval", lambda args, kwargs: None, self._undo_eval)
         self._wrap("save_checkpoint_and_time", "save", lambda args, kwargs: None)
         self._wrap("checkpoint_and_decide_exit", "checkpoint", lambda args, kwargs: False)
@@ -198,6 +203,7 @@ class Sections:
             def run() -> Any:
                 if name == "save":
                     self._session.enter(name, loop.position.generation)
+                    self._saves.begins(loop.position.generation)
                 return original(*(self._noting_eval(loop, args) if name == "eval" else args), **kwargs)
 
             if loop.in_section is not None:
@@ -205,6 +211,22 @@ class Sections:
             return loop.section(name, run, lambda: skipped(args, kwargs), undo() if undo else lambda: None)
 
         setattr(self._training, function, section)
+
+    def _saving_again(self, decide: Callable[..., bool]) -> Callable[..., bool]:
+        """Megatron's checkpoint_and_decide_exit, which also saves where a recovery has given up a checkpoint."""
+
+        @functools.wraps(decide)
+        def decide_or_save(
+            model: Any, optimizer: Any, scheduler: Any, iteration: int, operations: float, context: Any, iterator: Any
+        ) -> bool:
+            leave = decide(model, optimizer, scheduler, iteration, operations, context, iterator)
+            if self._saves.due and not leave:
+                self._training.save_checkpoint_and_time(
+                    iteration, model, optimizer, scheduler, operations, context, train_data_iterator=iterator
+                )
+            return leave
+
+        return decide_or_save
 
     def _noting_eval(self, loop: Loop, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of an evaluation, its forward step noting progress: faults on purpose strike in its middle."""

@@ -39,7 +39,7 @@ class Communicator:
     group: Any = None  # the newest one
     held: Any = None  # what references point to: another one than `group` after an attempt that was broken off
     version: int = 0  # of the membership that `group` was made in
-    store: Any = None  # of that membership: torch does not keep a store of ours alive by itself
+    store: Any = None  # of that membership, as long as it is needed: torch does not keep a store of ours alive by itself
     sockets: Sockets = frozenset()  # its connections, where they are known
     broken: bool = True  # not complete, aborted, or to be aborted
     stand_in: bool = False  # what references point to never communicates
@@ -177,6 +177,8 @@ class Groups:
             )
             if made in of_group and made.may_be_kept:
                 made.sockets = of_group[made].sockets
+                of_group[made].store.release()
+                made.store = None
             made.broken = False
 
     def settle(self) -> None:

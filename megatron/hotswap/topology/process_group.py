@@ -40,7 +40,7 @@ class Gloo:
     """What communicates in a gloo group, the store that it needs as long as it lives, and its connections where it has them already."""
 
     backend: Any
-    store: dist.Store
+    store: GroupStore
     sockets: Sockets
 
 

@@ -164,11 +164,22 @@ class GroupStore(dist.Store):  # type: ignore[misc]
 
     def __init__(self, store: dist.Store, name: str, members: int, fetch_at_once: bool) -> None:
         super().__init__()
-        self._store = store
+        self._held: dist.Store | None = store
         self._name = name
         self._members = members
         self._fetch_at_once = fetch_at_once
         self._known: dict[str, bytes] = {}
+
+    @property
+    def _store(self) -> dist.Store:
+        if self._held is None:
+            raise dist.DistStoreError(f"group {self._name} is connected, and has let go of the store over which its members met")
+        return self._held
+
+    def release(self) -> None:
+        """All members are connected, nothing more is asked. A group may be kept through many memberships, and their stores must not be
+        kept with it."""
+        self._held = None
 
     def _own(self, key: str) -> str:
         return f"{self._name}/{key}"

@@ -205,6 +205,46 @@ class _Work:
         return getattr(self._real, name)
 
 
+class _Scattered(_Work):
+    """Work of a reduce-scatter. gloo makes it of an all-reduce and a copy of this rank's part; its wait takes no notice of a timeout, and
+    it never says that it has ended (torch 2.13). So a thread waits, and is left to itself, as gloo's own, once the membership is over."""
+
+    __slots__ = ("_done", "_outcome")
+
+    def __init__(self, real: Any, group: Any, ledger: Ledger, sliced: bool) -> None:
+        super().__init__(real, group, ledger, sliced)
+        self._done = threading.Event()
+        self._outcome: list[Any] = []
+
+    def is_completed(self) -> bool:
+        """Whether the wait is over."""
+        return self._done.is_set()
+
+    def _wait(self, timeout: timedelta | None) -> bool:
+        session = _GUARD.session
+        if session is None or self._done.is_set():
+            return bool(self._real.wait())
+        threading.Thread(target=self._finish, name="deadpool-scatter", daemon=True).start()
+        while not self._done.wait(_WAIT_SLICE.total_seconds()):
+            if session.halted:
+                _GUARD.graveyard.bury(self._group, self)
+                raise Halted(f"membership {session.version} is over")
+        outcome = self._outcome.pop()
+        try:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return bool(outcome)
+        finally:
+            del outcome  # an exception that this frame holds would hold the frame, and the group with it
+
+    def _finish(self) -> None:
+        try:
+            self._outcome.append(self._real.wait())
+        except BaseException as failure:
+            self._outcome.append(failure.with_traceback(None))
+        self._done.set()
+
+
 def _is_done(work: Any) -> bool:
     return bool(work.is_completed())
 
@@ -271,6 +311,8 @@ def guard_groups(session: Session, on_device: bool) -> None:
 
 
 def _guarded(original: Any, count: Callable[[Ledger, tuple[Any, ...]], None], sliced: bool) -> Any:
+    kind = _Scattered if "reduce_scatter" in original.__name__ else _Work
+
     def begun(group: Any, *args: Any, **kwargs: Any) -> Any:
         if _GUARD.session is not None:
             _GUARD.session.check()
@@ -280,7 +322,7 @@ def _guarded(original: Any, count: Callable[[Ledger, tuple[Any, ...]], None], sl
         work = original(group, *args, **kwargs)
         if _GUARD.on_device or ledger is None or work is None or isinstance(work, bool):
             return work
-        return _Work(work, group, ledger, sliced)
+        return kind(work, group, ledger, sliced)
 
     return begun
 
