@@ -20,7 +20,10 @@ from ..errors import HotSwapError
 #: Kinds that hold a group for a moment (worker/abort.py's too: until a collective that cannot be aborted has ended), or through a part
 #: that is found by itself.
 _PASSING = (types.FrameType, types.MethodType, types.BuiltinMethodType, types.GeneratorType, types.CoroutineType)
-_PASSING_NAMES = ("_Work", "_Scattered", "_Grave", "list_iterator", "tuple_iterator", "dict_valueiterator", "dict_itemiterator", "zip", "enumerate")
+_PASSING_NAMES = (
+    *("_Work", "_Scattered", "_Grave"),
+    *("list_iterator", "tuple_iterator", "dict_valueiterator", "dict_itemiterator", "zip", "enumerate"),
+)
 
 
 class Holders:
