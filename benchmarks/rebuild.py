@@ -41,6 +41,7 @@ from megatron.core import parallel_state
 
 from megatron.hotswap.patches.parallel_state import create_through
 from megatron.hotswap.topology.groups import Groups
+from megatron.hotswap.topology.process_group import connect_gloo
 from megatron.hotswap.topology.rendezvous import Rendezvous, RendezvousStore
 
 MODES = ("stock", "all", "selective")
@@ -214,6 +215,7 @@ class World:
             "seconds": max(a["done"] for a in answers) - began,
             "cpu_s": statistics.median(a["cpu_s"] for a in survivors),
             "operations": max((a["operations"] for a in survivors if a["operations"] is not None), default=None),
+            "operations_mean": statistics.mean(a["operations"] for a in answers) if counted else None,
             "prepare_cpu_s": statistics.median([p for p in prepared if p is not None] or [0.0]),
             "kept": max(a["kept"] for a in survivors),
             "made": max(a["made"] for a in survivors),
@@ -284,6 +286,7 @@ def measure(worlds: list[int], repetitions: int) -> dict[int, dict[str, dict[str
                 "cpu_s": round(statistics.median(r["cpu_s"] for r in timed[mode]), 5),
                 "prepare_cpu_s": round(statistics.median(r["prepare_cpu_s"] for r in timed[mode]), 5),
                 "operations": counted[mode]["operations"],
+                "operations_mean": counted[mode]["operations_mean"],
                 "kept": counted[mode]["kept"],
                 "made": counted[mode]["made"],
             }
@@ -294,9 +297,8 @@ def measure(worlds: list[int], repetitions: int) -> dict[int, dict[str, dict[str
     return found
 
 
-def store_costs(kind: str, count: int = 60) -> dict[str, float]:
-    """What one client costs the process that serves the store: seconds to connect (which is done for one client after another), and
-    processor seconds for an operation."""
+def store_costs(kind: str, count: int = 200) -> dict[str, float]:
+    """Processor seconds that one client costs the process that serves the store: to connect, and for an operation."""
     serving = StoreProcess()
     try:
         port, address = serving.addresses
@@ -306,38 +308,55 @@ def store_costs(kind: str, count: int = 60) -> dict[str, float]:
                 return dist.TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False)
             return RendezvousStore(address, TIMEOUT)
 
-        connect().set("first", "")
-        began = time.perf_counter()
-        for _ in range(count):
-            connect().set("key", "value")
-        connected_s = (time.perf_counter() - began) / count
-        client, before = connect(), serving.cpu_s()
+        client = connect()
+        client.set("first", "")
+        before = serving.cpu_s()
         for i in range(20 * count):
             client.set(f"key{i % 64}", "value")
-        return {"connect_s": connected_s, "operation_cpu_s": (serving.cpu_s() - before) / (20 * count)}
+        operation_s = (serving.cpu_s() - before) / (20 * count)
+        before = serving.cpu_s()
+        for _ in range(count):
+            connect().set("key", "value")
+        connect_s = (serving.cpu_s() - before) / count - operation_s
+        return {"connect_cpu_s": max(0.0, connect_s), "operation_cpu_s": operation_s}
     finally:
         serving.end()
 
 
-def model(found: dict[int, dict[str, dict[str, Any]]], costs: dict[str, dict[str, float]]) -> dict[str, Any]:
+def large_group_cpu_s(members: int, count: int = 10) -> float:
+    """Processor seconds that a member takes to make a group of so many: nobody is met, pairs connect when they first speak."""
+    names = [f"{members} members, {i}" for i in range(count)]
+    began = time.process_time()
+    made = connect_gloo(
+        names, [range(members)] * count, 0, dist.HashStore(), timeout=TIMEOUT, address=ADDRESS, require_wanted=lambda: None
+    )
+    used = time.process_time() - began
+    assert len(made) == count
+    return used / count
+
+
+def model(found: dict[int, dict[str, dict[str, Any]]], costs: dict[str, dict[str, float]], at: int) -> dict[str, Any]:
     """Seconds at larger sizes: what one rank does by itself, and one store that takes all ranks' connections and operations one after
     another. Ranks have a core each, which the processes here do not; the network costs what loopback does.
 
-    Processor time and operations of a surviving rank are fitted with straight lines over the number of ranks.
+    A rank's own part: stock connects every pair of every group, so its processor time is fitted with a straight line over the number of
+    ranks. Of the members' ways it is that at `at` processes, and what the groups it makes cost more if each had all ranks as members.
+    Operations of the mean rank are fitted with a straight line.
     """
     sizes = np.array(sorted(found), dtype=float)
-    predicted: dict[str, Any] = {}
+    larger = {n: large_group_cpu_s(n) for n in (at, *MODEL_RANKS)}
+    predicted: dict[str, Any] = {"large_group_cpu_s": {str(n): round(s, 5) for n, s in larger.items()}}
     for mode in MODES:
         cost = costs["torch" if mode == "stock" else "ours"]
         cpu = np.polyfit(sizes, [found[int(n)][mode]["cpu_s"] for n in sizes], 1)
-        operations = np.polyfit(sizes, [found[int(n)][mode]["operations"] for n in sizes], 1)
-        predicted[mode] = {}
+        counted = [found[int(n)][mode]["operations_mean"] for n in sizes]
+        operations = np.polyfit(sizes, counted, 1)
+        predicted[mode] = {"operations_per_rank_added": round(float(operations[0]), 3)}
         for n in MODEL_RANKS:
-            own = max(0.0, float(np.polyval(cpu, n)))
-            served = n * (cost["connect_s"] + max(0.0, float(np.polyval(operations, n))) * cost["operation_cpu_s"])
-            predicted[mode][str(n)] = round(own + served, 2)
-        predicted[mode]["cpu_s_per_rank_added"] = float(cpu[0])
-        predicted[mode]["operations_per_rank_added"] = round(float(operations[0]), 3)
+            here = found[at][mode]
+            own = float(np.polyval(cpu, n)) if mode == "stock" else here["cpu_s"] + here["made"] * (larger[n] - larger[at])
+            served = n * (cost["connect_cpu_s"] + max(min(counted), float(np.polyval(operations, n))) * cost["operation_cpu_s"])
+            predicted[mode][str(n)] = {"seconds": round(own + served, 3), "own_s": round(own, 3), "store_s": round(served, 3)}
     return predicted
 
 
@@ -366,7 +385,7 @@ def main() -> None:
             "note": f"operations of a surviving rank at {large} processes: {operations}",
         },
     }
-    print(json.dumps({**figures, "by_world": found, "store_costs": costs, "model": model(found, costs)}))
+    print(json.dumps({**figures, "by_world": found, "store_costs": costs, "model": model(found, costs, at)}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from jobs import SCRIPT, recorded_steps, run_hot_swap, run_launch
+from jobs import SCRIPT, lines_of, recorded_steps, run_hot_swap, run_launch
 from memory import role, usage
 
 from megatron.hotswap.cli.launch import Launch
@@ -97,6 +97,18 @@ def disturbed(run_dir: Path, swaps: int, ranks_per_node: int, argv: list[str]) -
     return run_launch(job, show), looks
 
 
+def outs_by_phase(run_dir: Path) -> dict[str, list[float]]:
+    """Phase of a step -> seconds from each halt order of a loss there until the last survivor was out."""
+    outs: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    struck = ""
+    for event in lines_of(run_dir / "events.jsonl"):
+        if event["kind"] == "inject":
+            struck = event["reason"].rsplit(" ", 1)[-1]
+        elif event["kind"] == "recovered":
+            outs[struck].append(event["recovery"]["survivors_out_s"])
+    return outs
+
+
 def growth(looks: list[Look], name: str) -> int:
     """From the third swap on: the median of the last looks less that of the first ones."""
     values = [getattr(each, name) for each in looks if each.swaps >= LEVEL_FROM]
@@ -116,15 +128,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_hot_swap(Path(folder) / "undisturbed", 2, options.ranks_per_node, argv)
         summary, looks = disturbed(Path(folder) / "disturbed", options.swaps, options.ranks_per_node, argv)
+        outs = outs_by_phase(Path(folder) / "disturbed")
         was, wanted = (
             [(x["step"], x["loss_hex"], x["grad_norm_hex"]) for x in recorded_steps(Path(folder) / name)]
             for name in ("disturbed", "undisturbed")
         )
     recoveries = summary["recoveries"]
     totals = [r["total_s"] for r in recoveries]
-    outs: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    for i, recovery in enumerate(recoveries):
-        outs[PHASES[i % len(PHASES)]].append(recovery["survivors_out_s"])
     figures = {
         "swaps": len(recoveries),
         "steps_that_differ": sum(a != b for a, b in zip(was, wanted, strict=True)),

@@ -14,6 +14,8 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _END_CHECK_S = 0.005
+#: What Python's resource tracker may take to clean up, once it is alone.
+_TRACKER_S = 1.0
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -36,7 +38,7 @@ def adopt_orphans() -> None:
 def end_children(variable: str, own: Collection[int] = (), within_s: float = math.inf) -> bool:
     """End the children of this process that have this environment variable ("NAME=value"), and theirs, which become its children in turn.
     A process that has died leaves them: a data loader's workers, a checkpoint's writer. They hold what it held: sockets, shared memory,
-    a device.
+    a device. Python's own resource tracker is killed last: it ends by itself once the others have, and takes their named semaphores away.
 
     Args:
         variable: what they were told, and tell their own children.
@@ -47,10 +49,14 @@ def end_children(variable: str, own: Collection[int] = (), within_s: float = mat
         Whether none is left.
     """
     deadline = time.monotonic() + within_s
+    tracked_until: float | None = None
     dying: set[int] = set()  # one that dies has lost its variables before it leaves its children to this process
     while True:
         left = {pid for pid in _children() if pid not in own and _has(pid, variable)}
-        for pid in left:
+        trackers = {pid for pid in left if _tracks_resources(pid)}
+        if left - trackers or tracked_until is None:
+            tracked_until = time.monotonic() + _TRACKER_S
+        for pid in left if time.monotonic() > tracked_until else left - trackers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         dying = {pid for pid in dying | left if not _reaped(pid)}
@@ -80,6 +86,13 @@ def _children() -> list[int]:
 def _has(pid: int, variable: str) -> bool:
     try:
         return variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _tracks_resources(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

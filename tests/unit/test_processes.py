@@ -53,3 +53,32 @@ def test_a_parent_that_is_process_1_of_a_container_is_a_parent_like_any_other():
     said, _ = parent.communicate()
     assert said.split()[0] == "1"
     assert said.split()[2] == "lives"
+
+
+#: What a worker is to its agent: it has a child that holds a named semaphore, and Python's tracker of such.
+_LEAVER = """
+import multiprocessing, os, time
+context = multiprocessing.get_context("spawn")
+semaphore = context.Semaphore(1)
+child = context.Process(target=time.sleep, args=(600,))
+child.start()
+print(semaphore._semlock.name, flush=True)
+time.sleep(600)
+"""
+_KEEPER = f"""
+import os, signal, subprocess, sys
+from megatron.hotswap.processes import adopt_orphans, end_children
+adopt_orphans()
+leaver = subprocess.Popen([sys.executable, "-c", {_LEAVER!r}], stdout=subprocess.PIPE, text=True, env={{**os.environ, "LEAVER": "1"}})
+name = leaver.stdout.readline().strip()
+assert os.path.exists("/dev/shm/sem." + name.lstrip("/")), name
+leaver.kill()
+leaver.wait()
+assert end_children("LEAVER=1")
+print(os.path.exists("/dev/shm/sem." + name.lstrip("/")), flush=True)
+"""
+
+
+def test_what_a_dead_process_leaves_ends_and_its_named_semaphores_go():
+    done = subprocess.run([sys.executable, "-c", _KEEPER], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout == "False\n", done.stdout + done.stderr

@@ -165,11 +165,17 @@ class Control(Returning):
         return self._lose({}, now, {(incarnation, worker): what})
 
     def _judge_errors(self, now: float) -> list[Decision]:
-        """A collective failed, yet no node was lost within a lease: the fault was in between, so all begin again in place."""
+        """A collective failed, yet no node was lost: the fault was in between, so all begin again in place.
+
+        Every node was heard long enough after the failure to have spoken since. (A worker's death that its agent sees later belongs to
+        the recovery that has begun.) Who is not heard has as long as its lease.
+        """
         if not self.errors:
             return []
         first_s, first = min(self.errors.values(), key=lambda e: e[0])
-        if now - first_s <= self.config.lease_s + 2 * self.config.heartbeat_interval_s:
+        interval_s = self.config.heartbeat_interval_s
+        heard = all(self.agents[i].last_heard_s >= first_s + interval_s for i in self._member_agents())
+        if not heard and now - first_s <= self.config.lease_s + 2 * interval_s:
             return []
         return self._reset(self.errors.keys(), f"rank {first.rank}: {first.text}", first_s, now)
 
