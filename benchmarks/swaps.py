@@ -25,7 +25,8 @@ from memory import role, usage
 from megatron.hotswap.cli.launch import Launch
 from megatron.hotswap.coordinator.service import Coordinator, Scheduled
 
-STEPS_A_SWAP = 3
+#: A fault is armed some steps ahead, and one that is armed on a node before it dies is lost with it.
+STEPS_A_SWAP = 4
 LEVEL_FROM = 3  # swaps
 #: Where the losses strike, in turn.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "log")
