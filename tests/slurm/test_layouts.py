@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from etcd_server import EtcdServer
 from lab import Lab
 from slurm_job import Job, batch, command, kill, steps_of, submit, tasks_on, until
 
@@ -92,6 +93,28 @@ def test_the_coordinators_node_is_lost(lab: Lab, tmp_path: Path) -> None:
         job.goes_on()
         again = [step for step in job.steps() if step[0] in first]
         assert again == [first[step[0]] for step in again]
+
+
+@pytest.mark.skipif(os.environ.get("DEADPOOL_FULL_MATRIX") != "1", reason="takes a minute: make test-all runs it")
+def test_under_etcd_the_coordinators_node_is_a_node_like_any_other(lab: Lab, tmp_path: Path) -> None:
+    """The first node's task keeps a coordinator too, which stands by. The last spare's node is lost, with the coordinator that leads, and
+    then a node that trains: the first node's coordinator sees to both."""
+    (tmp_path / "etcd").mkdir()
+    with EtcdServer(tmp_path / "etcd", "10.77.0.1", lab.login()) as etcd:
+        words = command(100_000, tmp_path / "job" / "save", f"--hot-swap-store {etcd.name}")
+        job = submit(lab, tmp_path / "job", batch(words, 2, 2, 2).text(), "--nodelist=n1,n2,n3,n4")
+        with attended(lab, job, "n4"), attended(lab, job, "n2"):
+            until("training", lambda: job.events("start"), _STARTS_WITHIN_S)
+            assert "no single node is needed" in job.output.read_text()
+            job.goes_on()
+            lab.poweroff("n4")
+            until("another coordinator", lambda: job.events("coordinator-back"), _STARTS_WITHIN_S)
+            job.goes_on()
+            lab.crash("n2")
+            recovery = until("a recovery", lambda: job.events("recovered"), _STARTS_WITHIN_S)[0]["recovery"]
+            assert (recovery["kind"], recovery["nodes_lost"]) == ("swap", ["n2"])
+            job.goes_on()
+            assert (job.state(), job.facts()["Restarts"]) == ("RUNNING", "0")
 
 
 def test_a_mistake_ends_the_job_in_words_and_is_not_requeued(lab: Lab, tmp_path: Path) -> None:
