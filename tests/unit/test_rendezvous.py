@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.hotswap.topology.process_group import connect_gloo
 from megatron.hotswap.topology.rendezvous import GroupStore, Rendezvous, RendezvousStore
 
 TIMEOUT = timedelta(seconds=20)
@@ -79,6 +80,7 @@ def test_a_group_meets_and_works_over_it(connect: Callable[[], dist.Store]) -> N
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
         options._timeout = TIMEOUT
         store = GroupStore(client, "group", 3, fetch_at_once=rank != 2)  # either way of asking gives the same
+        assert not store.posted()  # it says at once what it says
         group = dist.ProcessGroupGloo(store, rank, 3, options)
         found[rank] = torch.full((4,), float(rank))
         group.allreduce([found[rank]], dist.AllreduceOptions()).wait()
@@ -109,6 +111,18 @@ def test_a_member_makes_two_operations_whatever_the_size_of_its_group(members: i
     for store in stores:
         assert [store.get(f"0/{rank}") for rank in range(members)] == [f"at {rank}".encode() for rank in range(members)]
     assert [client.asked for client in clients] == [2] * members
+
+
+def test_what_large_groups_say_is_said_at_once() -> None:
+    """Their members are not met when they are made, so all of them cost one operation."""
+    served = Rendezvous("127.0.0.1")
+    client = Counted(served.address, TIMEOUT)
+    made = connect_gloo(
+        ["a", "b", "c"], [range(20)] * 3, 4, client, timeout=TIMEOUT, address="127.0.0.1", require_wanted=lambda: None
+    )
+    assert (len(made), client.asked, client.num_keys()) == (3, 1, 3)
+    made[0].store.set("more", "later")
+    assert made[0].store.get("more") == b"later"
 
 
 def test_another_secret_is_refused_and_the_end_is_told() -> None:

@@ -84,6 +84,9 @@ def connect_gloo(
                 now = open_sockets() if eager else None
                 found.append(Gloo(backend, own, now - seen if now is not None and seen is not None else frozenset()))
                 seen = now  # a large group has a socket that listens, which is nobody's connection
+            said = {key: value for gloo in found for key, value in gloo.store.posted().items()}
+            if said:
+                store.multi_set(list(said), list(said.values()))
         except BaseException as failure:
             failed.append(failure)
 

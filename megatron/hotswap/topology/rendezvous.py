@@ -159,11 +159,13 @@ class GroupStore(dist.Store):  # type: ignore[misc]
     """One group's keys in a membership's store. What uses it must be outlived by it: torch holds only its C++ half.
 
     A gloo group connects over it: a member says where it is, under ".../RANK", and asks for each other one by one. With
-    `fetch_at_once` the first question fetches all answers, so that a member makes two operations whatever the group's size.
+    `fetch_at_once` the first question fetches all answers, so that a member makes two operations whatever the group's size. Without, nobody
+    is asked before the group is used: what its member says is kept until `posted`, for all groups to be said at once.
     """
 
     def __init__(self, store: dist.Store, name: str, members: int, fetch_at_once: bool) -> None:
         super().__init__()
+        self._unsaid: dict[str, bytes | str] | None = None if fetch_at_once else {}
         self._held: dist.Store | None = store
         self._name = name
         self._members = members
@@ -205,7 +207,15 @@ class GroupStore(dist.Store):  # type: ignore[misc]
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set one key."""
-        self._store.set(self._own(key), value)
+        if self._unsaid is None:
+            self._store.set(self._own(key), value)
+        else:
+            self._unsaid[self._own(key)] = value
+
+    def posted(self) -> dict[str, bytes | str]:
+        """What is to be set in the membership's store now, by whoever asks; from here on this store does so by itself."""
+        unsaid, self._unsaid = self._unsaid or {}, None
+        return unsaid
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all are there."""

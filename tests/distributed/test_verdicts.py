@@ -1,0 +1,51 @@
+"""Rows of docs/verdicts.md that no other test meets on real processes: each ends on its rung, with the words that the page has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hot_swap_job import BY_TWO, GRIDS, GridCase, argv, events, run_job, steps
+
+from megatron.hotswap.coordinator.service import Scheduled
+
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(os.environ.get("DEADPOOL_FULL_MATRIX") != "1", reason="three jobs with many nodes: make test-all"),
+]
+
+
+def test_who_fails_again_and_again_is_replaced(tmp_path: Path, undisturbed: Path) -> None:
+    """A second worker failure of a node within the window costs the node; so do three resets that all point to it."""
+    faults = [Scheduled("kill", "worker", 3, step, "forward") for step in (4, 8)]
+    faults += [Scheduled("fail-collective", "worker", 1, step, "backward") for step in (12, 16, 20)]
+    run_dir = tmp_path / "run"
+    command = [*argv(GRIDS["tp2-dp2"], 26, None), "--hot-swap-quarantine-failures", "9"]
+    summary = run_job(GRIDS["tp2-dp2"], run_dir, command, spares=2, faults=faults)
+    assert summary["exit_code"] == 0, summary["ended"]
+    assert [r["kind"] for r in summary["recoveries"]] == ["respawn", "swap", "reset", "reset", "swap"]
+    again, blamed = (event["reason"] for event in events(run_dir, "node-lost"))
+    assert "a worker of this node failed" in again, again
+    assert "3 resets within" in blamed and "all point to this node" in blamed, blamed
+    assert steps(run_dir) == steps(undisturbed)[:26]
+
+
+def test_a_step_that_kills_whoever_runs_it_ends_the_job(tmp_path: Path) -> None:
+    """Two nodes are replaced for it in vain. Not a third: the job ends, with all the evidence."""
+    case = GridCase("dp2", 2, 1, "--use-distributed-optimizer")
+    script = Path(__file__).with_name("pretrain_that_kills.py")
+    summary = run_job(case, tmp_path, argv(case, 9, None), script=script, spares=3, return_lost_nodes_after_s=None)
+    assert summary["exit_code"] == 1
+    assert [r["kind"] for r in summary["recoveries"]] == [], "no recovery was ever complete"
+    assert "step 5 failed 3 times and was never completed, so it is not the nodes; replaced for it in vain:" in summary["ended"]
+    assert all(f"({k})" in summary["ended"] for k in (1, 2, 3)), summary["ended"]
+
+
+def test_a_rank_and_all_its_holders_lost_at_one_moment(tmp_path: Path) -> None:
+    """Nothing has a copy any more, and nothing was written: that is said, and no state is made up."""
+    faults = [Scheduled("kill", "node", rank, 6, "backward") for rank in (0, 2)]
+    summary = run_job(BY_TWO, tmp_path, argv(BY_TWO, 12, None), spares=2, faults=faults, return_lost_nodes_after_s=None)
+    assert summary["exit_code"] == 1
+    assert "nothing to go back to" in summary["ended"], summary["ended"]
+
