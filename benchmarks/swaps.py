@@ -30,8 +30,6 @@ STEPS_A_SWAP = 4
 LEVEL_FROM = 3  # swaps
 #: Where the losses strike, in turn.
 PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "log")
-#: What an allocator takes and gives back between two looks.
-NOISE_KIB = 4096
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --use-distributed-optimizer "

@@ -42,6 +42,11 @@ class GridCase:
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Those that its steps have. Without a distributed optimizer there are no sharded parameters to gather."""
+        return tuple(p for p in PHASES if p != "param-gather" or "--use-distributed-optimizer" in self.flags)
+
 
 GRIDS = {
     case.name: case
@@ -74,6 +79,14 @@ GRIDS = {
             "--tensor-model-parallel-size 2 --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         ),
         GridCase("no-distributed-optimizer", 4, 1, "--tensor-model-parallel-size 2"),
+        GridCase(
+            "sixteen",
+            4,
+            4,
+            "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --num-experts 4 "
+            "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather --moe-router-load-balancing-type aux_loss "
+            "--moe-aux-loss-coeff 1e-2 --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        ),
     )
 }
 
