@@ -1,7 +1,8 @@
 """Guarantees 2, 3 and 7 on real processes: (kill, freeze) x (each phase) x (grids), bit for bit.
 
 Cases share a job: a lost node comes back as the next spare. Every job is compared with an undisturbed one of the same flags.
-`DEADPOOL_FULL_MATRIX=1` (make test-all) runs every phase on every grid (and test_every_rung.py); otherwise the first grid has all of them and the others four each, chosen so that every phase is met on at least one other grid.
+`DEADPOOL_FULL_MATRIX=1` (make test-all) runs every phase on every grid (and test_every_rung.py); otherwise the first grid has all of
+them and the others four each, chosen so that every phase is met on at least one other grid.
 """
 
 from __future__ import annotations
