@@ -11,6 +11,8 @@ READY := $(VENV)/.ready
 # Seconds for all tests together; a run of CI may take 90 minutes.
 TEST_BUDGET_S ?= 4200
 PYTEST_ARGS ?=
+# Of the simulator, beside the tests that start jobs: from which seed on, and how many. tests/sim itself has those before.
+SCHEDULES ?= 20000 200000
 
 PURE := -p megatron.hotswap.control -p megatron.hotswap.simulate -p megatron.hotswap.sizing \
 	-m megatron.hotswap.recovery.plan -m megatron.hotswap.replication.placement -m megatron.hotswap.snapshot.layout \
@@ -23,13 +25,16 @@ demo: $(READY)
 
 # In two parts, each to its end: tests that need one core share the cores, file by file; those that start jobs, measure time or look
 # for what processes leave behind run one by one. (5 is pytest's "no tests ran", as when PYTEST_ARGS chooses one of the other part.)
+# Beside the second part, schedules of the simulator take what the processors have left (not where PYTEST_ARGS chooses tests).
 TESTS := $(PY) -m pytest --session-timeout=$(TEST_BUDGET_S)
 test: $(READY)
 	@failed=; set -x; \
 	$(TESTS) -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS) tests/style tests/unit tests/sim \
 		|| [ $$? -eq 5 ] || failed="style, unit or sim"; \
+	$(if $(PYTEST_ARGS),:,$(PY) tests/sim/sweep.py $(SCHEDULES)) & sweep=$$!; trap 'kill $$sweep 2>/dev/null' EXIT INT TERM; \
 	$(TESTS) $(PYTEST_ARGS) tests/conformance tests/distributed tests/gpu tests/slurm || [ $$? -eq 5 ] \
 		|| failed="$$failed conformance, distributed or slurm"; \
+	wait $$sweep || failed="$$failed schedules of the simulator"; \
 	set +x; [ -z "$$failed" ] || { echo "make test: a test failed in: $$failed (the summaries stand above)" >&2; exit 1; }
 
 # The whole matrix of faults, phases and grids, however long it takes, after lint and types.
