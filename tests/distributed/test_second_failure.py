@@ -98,7 +98,7 @@ def striker(monkeypatch: pytest.MonkeyPatch) -> Striker:
 def test_a_second_failure_in_every_phase_of_a_recovery(tmp_path: Path, undisturbed: Path, striker: Striker) -> None:
     """Two replicas, so that any two losses leave a copy of everything."""
     iterations = STEPS_A_CASE * (len(CASES) + 1)
-    command = [*argv(CASE, iterations, None), "--hot-swap-replicas", "2"]
+    command = [*argv(CASE, iterations, None), "--hot-swap-replicas", "2", "--hot-swap-quarantine-failures", "99"]
     faults = [Scheduled("kill", "node", 3 - i % 4, 3 + STEPS_A_CASE * i, "backward") for i in range(len(CASES))]
     summary = run_job(CASE, tmp_path / "disturbed", command, spares=2, faults=faults)
     assert summary["exit_code"] == 0, summary["ended"]
