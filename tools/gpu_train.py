@@ -235,7 +235,7 @@ def train(on_cpu: bool) -> dict[str, Any]:
     timeout = timedelta(seconds=_COPY_TIMEOUT_S)
     groups = Groups(timeout, timeout)
     create_through(groups)
-    trainer = MegatronTrainer(groups, timeout, AsyncSaves(lambda kind, text: None))
+    trainer = MegatronTrainer(groups, timeout, AsyncSaves(lambda note: None))
     snapshots = Snapshotting(trainer)
     trainer.step_of = lambda: snapshots.current
     distrib_optimizer.put_fence(snapshots.fence, lambda phase: None)

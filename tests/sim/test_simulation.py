@@ -403,15 +403,17 @@ PLANTED = [
 
 
 def find(bug, says, weather):
-    """Of a bug that is planted now, a schedule that shows it in these words."""
+    """Of a bug that is planted now, a schedule that shows it in these words. It may break something else in another one before."""
+    others = collections.Counter()
     for seed in range(PLANTED_WITHIN):
         try:
             simulate(seed, weather)
         except Violation as found:
-            print(f"found by seed {seed}: {found}")
-            assert says in str(found)
-            return
-    pytest.fail(f"{bug.__doc__} was not found in {PLANTED_WITHIN} schedules")
+            if says in str(found):
+                print(f"found by seed {seed}: {found}")
+                return
+            others[str(found).split(": ")[2]] += 1
+    pytest.fail(f"{bug.__doc__} was not found in {PLANTED_WITHIN} schedules, but {dict(others)}")
 
 
 @pytest.mark.parametrize(("bug", "says", "weather"), PLANTED, ids=[bug.__name__ for bug, _, _ in PLANTED])

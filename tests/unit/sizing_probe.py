@@ -67,7 +67,7 @@ def build(rank: int, world_size: int, flags: list[str]) -> dict[str, Any]:
     groups = Groups(timeout, timeout)
     groups.fake = True
     create_through(groups)
-    trainer = MegatronTrainer(groups, timeout, AsyncSaves(lambda kind, text: None))
+    trainer = MegatronTrainer(groups, timeout, AsyncSaves(lambda note: None))
     original = training.setup_model_and_optimizer
 
     def setup(*args: Any, **kwargs: Any) -> Any:

@@ -122,8 +122,9 @@ class _Tree(Started):
                 self._process.wait(self._patience_s)
         if self._process.poll() is None:
             with contextlib.suppress(psutil.Error):
-                everyone = [*psutil.Process(self._process.pid).children(recursive=True), psutil.Process(self._process.pid)]
-                for process in everyone:
+                root = psutil.Process(self._process.pid)
+                everyone = [root, *root.children(recursive=True)]
+                for process in everyone:  # the root first: seeing its children die, it might end by itself, and well
                     with contextlib.suppress(psutil.Error):
                         process.kill()
                 deadline = time.monotonic() + _ENDS_WITHIN_S

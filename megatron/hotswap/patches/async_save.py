@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..control import messages as m
+
 #: Of them that hold what writers have answered, the one that is in use.
 _RESULTS = ("megatron.core.dist_checkpointing.strategies.filesystem_async",)
 NONE = -1
@@ -20,8 +22,7 @@ NONE = -1
 class AsyncSaves:
     """What this rank has pending, and whether the job has to save again. Nothing of it is in use without --async-save."""
 
-    def __init__(self, say: Callable[[str, str], None]) -> None:
-        """`say` takes kind and text of an event."""
+    def __init__(self, say: Callable[[m.Note], None]) -> None:
         self._say = say
         self._last = NONE  # iteration of the newest save that was handed to the writer
         self._again = NONE  # iteration of the one that was given up
@@ -66,7 +67,8 @@ class AsyncSaves:
         due = bool(args.save) and any(generation % interval == 0 for interval in every)
         self._again = generation if due else pending
         if self._again != NONE and rank == 0:
-            self._say("save-again", f"the checkpoint of step {self._again} was being written and is given up; the job saves again")
+            text = f"the checkpoint of step {self._again} was being written and is given up; the job saves again"
+            self._say(m.Note("save-again", text))
 
     @property
     def due(self) -> bool:

@@ -65,7 +65,7 @@ class HotSwap:
         parallel_state.create_through(self._groups)
         self._aborter = Aborter(session, self._groups)
         self._config = config
-        self._saves = AsyncSaves(lambda kind, text: session.say(m.Note(kind, text)))
+        self._saves = AsyncSaves(session.say)
         self._trainer = MegatronTrainer(self._groups, rendezvous, self._saves, session.check)
         self._snapshots = Snapshots(session, self._trainer)
         self._trainer.oldest = lambda: self._snapshots.oldest
