@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hot_swap_job import GRIDS, argv, run_job, steps
+from hot_swap_job import GRIDS, argv, events, run_job, steps
 from test_copies import agent_of
 
 from megatron.hotswap.control import messages as m
@@ -108,4 +108,6 @@ def test_a_second_failure_in_every_phase_of_a_recovery(tmp_path: Path, undisturb
         assert recovery["kind"] == "swap" and recovery["attempts"] > 1 and recovery["steps_rerun"] <= 1, (case, recovery)
         assert (node in recovery["nodes_lost"], len(recovery["ranks_respawned"])) == (not case.worker, case.worker), (case, recovery)
         assert len(recovery["nodes_lost"]) == 2 - case.worker, (case, recovery)
+    # None was ended by a deadline: that it is, in the end, would hide an attempt that all of them waited in.
+    assert not [event for event in events(tmp_path / "disturbed", "recovery") if "did not restore" in event["reason"]]
     assert steps(tmp_path / "disturbed") == steps(undisturbed)[:iterations]

@@ -184,6 +184,29 @@ def story(me):
     assert me.kept("tp") == (me.rank in (2, 3)), me.rank
     me.use()
 """,
+    "what an attempt that was broken off has agreed on is not believed by the next one on the same store": """
+def story(me):
+    me.use(); me.meet("before")
+    shared = me.store("shared"); client = me.client  # torch holds only its C++ half
+    original = me.groups._replace
+    def broken_off(renewed): raise RuntimeError("halted again")
+    if me.rank == 0: me.groups._replace = broken_off
+    for version in (2, 3):
+        me.version = version
+        me.groups.find_holders()
+        if me.rank == 0: time.sleep(version / 3)  # it speaks last, and leads "dp": what is there already would be taken for its word
+        try:
+            me.groups.rebuild(version, shared, (1,))
+        except RuntimeError:
+            assert (me.rank, version) == (0, 2)
+            me.groups.doom(None)
+        me.groups._replace = original
+        me.meet(f"after {version}")
+    me.groups.settle()
+    assert me.kept("tp") == (me.rank in (2, 3)), me.rank
+    assert not me.kept("dp")
+    me.use()
+""",
     "an old group that somebody still holds is named": """
 class Slotted:
     __slots__ = ("group",)

@@ -234,7 +234,7 @@ class Groups:
         assert self._world is not None, "no group was created yet"
         self._require_known()
         self.fake = False
-        verdicts = self._agree(store, set(replaced)) if self._selective else {}
+        verdicts = self._agree(version, store, set(replaced)) if self._selective else {}
         kept = [made for made in self._mine if self._selective and _keeps(made, verdicts)]
         renewed = [made for made in self._all if made not in kept]
         for made in renewed:
@@ -272,7 +272,7 @@ class Groups:
         del old
         return references
 
-    def _agree(self, store: dist.Store, replaced: set[int]) -> dict[int, str | None]:
+    def _agree(self, version: int, store: dist.Store, replaced: set[int]) -> dict[int, str | None]:
         """Find with the other members of each group whether to keep it: the first one compares what all have counted.
 
         At most four operations on the store, whatever the number of groups and ranks.
@@ -285,17 +285,17 @@ class Groups:
             return {}
         idle = self._device_idle()
         mine = [msgspec.structs.replace(c.counts, idle=c.counts.idle and idle) for c in asked]
-        store.multi_set([_key(c, self._rank) for c in asked], [_ENCODER.encode(counts) for counts in mine])
+        store.multi_set([_key(c, version, self._rank) for c in asked], [_ENCODER.encode(counts) for counts in mine])
         led = [c for c in asked if c.members[0] == self._rank]
         verdicts: dict[int, str | None] = {}
         if led:
-            heard = iter(store.multi_get([_key(c, member) for c in led for member in c.members]))
+            heard = iter(store.multi_get([_key(c, version, member) for c in led for member in c.members]))
             for c in led:
                 verdicts[c.number] = under_way({i: _DECODER.decode(next(heard)) for i in range(len(c.members))})
-            store.multi_set([_key(c, None) for c in led], [(verdicts[c.number] or "").encode() for c in led])
+            store.multi_set([_key(c, version, None) for c in led], [(verdicts[c.number] or "").encode() for c in led])
         others = [c for c in asked if c.members[0] != self._rank]
         if others:
-            for c, said in zip(others, store.multi_get([_key(c, None) for c in others]), strict=True):
+            for c, said in zip(others, store.multi_get([_key(c, version, None) for c in others]), strict=True):
                 verdicts[c.number] = bytes(said).decode() or None
         return verdicts
 
@@ -329,6 +329,6 @@ def _keeps(made: Communicator, verdicts: dict[int, str | None]) -> bool:
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Counts)
 
 
-def _key(made: Communicator, member: int | None) -> str:
-    """Where a member's counts stand in the store, or (None) what follows from all."""
-    return f"group{made.number}/" + ("verdict" if member is None else str(member))
+def _key(made: Communicator, version: int, member: int | None) -> str:
+    """Where a member's counts stand in the store of the membership that begins, or (None) what follows from all."""
+    return f"membership{version}/group{made.number}/" + ("verdict" if member is None else str(member))
