@@ -49,12 +49,12 @@ def end_children(variable: str, own: Collection[int] = (), within_s: float = mat
         Whether none is left.
     """
     deadline = time.monotonic() + within_s
-    tracked_until: float | None = None
+    tracked_until = time.monotonic() + _TRACKER_S
     dying: set[int] = set()  # one that dies has lost its variables before it leaves its children to this process
     while True:
         left = {pid for pid in _children() if pid not in own and _has(pid, variable)}
         trackers = {pid for pid in left if _tracks_resources(pid)}
-        if left - trackers or tracked_until is None:
+        if left - trackers:
             tracked_until = time.monotonic() + _TRACKER_S
         for pid in left if time.monotonic() > tracked_until else left - trackers:
             with contextlib.suppress(ProcessLookupError):

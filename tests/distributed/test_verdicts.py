@@ -57,4 +57,3 @@ def test_a_rank_and_all_its_holders_lost_at_one_moment(tmp_path: Path) -> None:
     summary = run_job(BY_TWO, tmp_path, argv(BY_TWO, 1000, None), spares=2, show=kill, return_lost_nodes_after_s=None)
     assert summary["exit_code"] == 1
     assert "nothing to go back to" in summary["ended"], summary["ended"]
-

@@ -23,9 +23,8 @@ EVENT_KINDS = frozenset(
         *("groups-renewed", "ignored"),
         *("inject", "inject-refused", "joined", "joined-as-rank", "last-rung", "loading", "metrics", "metrics-refused", "no-spare"),
         *("node-lost", "not-removed", "peers-differ", "placement", "plan", "push-failed", "recovered", "recovery", "refused"),
-        "save-again",
-        *("replication", "respawned", "resumed", "save", "save-failed", "save-refused", "skipped", "spare", "start", "waiting"),
-        *("worker-lost", "write-failed", *m.CABLE_FAULTS),
+        *("replication", "respawned", "resumed", "save", "save-again", "save-failed", "save-refused", "skipped", "spare", "start"),
+        *("waiting", "worker-lost", "write-failed", *m.CABLE_FAULTS),
         *("healthy", "health-watch", "quarantined", "release-refused", "released", "unhealthy"),
     )
 )

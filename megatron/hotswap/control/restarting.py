@@ -194,14 +194,9 @@ class Restarting(Control):
             self._armed.append(injection)
         return decisions
 
-    def _judge_errors(self, now: float) -> list[Decision]:
-        """A collective failed, and what follows is the same whoever broke it. A loss that comes at once is named in its place."""
-        if not self.errors:
-            return []
-        first_s, first = min(self.errors.values(), key=lambda e: e[0])
-        if now - first_s <= _ERROR_HEARTBEATS * self.config.heartbeat_interval_s:
-            return []
-        return self._reset(self.errors.keys(), f"rank {first.rank}: {first.text}", first_s, now)
+    def _heard_enough(self, since_s: float, now: float) -> bool:
+        """What follows a failed collective is the same whoever broke it. A loss that comes at once is named in its place."""
+        return now - since_s > _ERROR_HEARTBEATS * self.config.heartbeat_interval_s
 
     def _struck(self, gone: list[str], down: Mapping[int, str], evidence: list[str]) -> str:
         """What fails while the checkpoint is read counts too: the next time it would fail again."""

@@ -165,19 +165,20 @@ class Control(Returning):
         return self._lose({}, now, {(incarnation, worker): what})
 
     def _judge_errors(self, now: float) -> list[Decision]:
-        """A collective failed, yet no node was lost: the fault was in between, so all begin again in place.
-
-        Every node was heard long enough after the failure to have spoken since. (A worker's death that its agent sees later belongs to
-        the recovery that has begun.) Who is not heard has as long as its lease.
-        """
+        """A collective failed, yet no node was lost: the fault was in between, so all begin again in place."""
         if not self.errors:
             return []
         first_s, first = min(self.errors.values(), key=lambda e: e[0])
-        interval_s = self.config.heartbeat_interval_s
-        heard = all(self.agents[i].last_heard_s >= first_s + interval_s for i in self._member_agents())
-        if not heard and now - first_s <= self.config.lease_s + 2 * interval_s:
+        if not self._heard_enough(first_s, now):
             return []
         return self._reset(self.errors.keys(), f"rank {first.rank}: {first.text}", first_s, now)
+
+    def _heard_enough(self, since_s: float, now: float) -> bool:
+        """Whether every node was heard long enough after a failure to have spoken since. (A worker's death that its agent sees later
+        belongs to the recovery that has begun.) Who is not heard has as long as its lease."""
+        interval_s = self.config.heartbeat_interval_s
+        heard = all(self.agents[i].last_heard_s >= since_s + interval_s for i in self._member_agents())
+        return heard or now - since_s > self.config.lease_s + 2 * interval_s
 
     def _worker_lost(self, incarnation: str, event: m.WorkerLost, now: float) -> list[Decision]:
         if not 0 <= event.worker < self.agents[incarnation].join.workers:

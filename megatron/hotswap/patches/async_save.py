@@ -14,8 +14,6 @@ from typing import Any
 
 from ..control import messages as m
 
-#: Of them that hold what writers have answered, the one that is in use.
-_RESULTS = ("megatron.core.dist_checkpointing.strategies.filesystem_async",)
 NONE = -1
 
 
@@ -38,23 +36,23 @@ class AsyncSaves:
     def give_up(self) -> None:
         """The membership is over: nothing that was begun in it is finished. May be called again."""
         queue = _queue()
-        if queue is None or not queue.async_calls:
-            if queue is not None:
-                queue.call_idx = NONE
+        if queue is None:
             return
+        queue.call_idx = NONE
+        if not queue.async_calls:
+            return
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
         for call in queue.async_calls:
             process = call.async_caller.process
             call.async_caller.close(abort=True)
             if process is not None:
                 process.join()
         queue.async_calls.clear()
-        queue.call_idx = NONE
         type(queue)._persistent_caller = None
-        for name in _RESULTS:  # what a writer has answered is for nobody any more
-            module = sys.modules.get(name)
-            if module is not None and module._results_queue is not None:
-                module._results_queue._manager.shutdown()
-                module._results_queue = None
+        if filesystem_async._results_queue is not None:  # what a writer has answered is for nobody any more
+            filesystem_async._results_queue._manager.shutdown()
+            filesystem_async._results_queue = None
 
     def restored(self, generation: int, pending: int, rank: int) -> None:
         """The state is a generation's again. `pending`: of its metadata, which were taken before it was saved itself."""

@@ -312,7 +312,7 @@ class Groups:
 def _drop(groups: list[Any]) -> None:
     """Let groups go: gloo joins threads and closes connections, which others need not wait for. Torch lets go of Python's lock meanwhile.
 
-    Then the allocator gives back what it keeps of them, and of the recovery: else a process grows with every one, by some 100 KiB
+    Then the allocator gives back what it keeps of them, and of the recovery: else a process grows with every one, by some 60 KiB
     in its steady state."""
     groups.clear()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it

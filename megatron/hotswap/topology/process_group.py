@@ -73,17 +73,19 @@ def connect_gloo(
     failed: list[BaseException] = []
 
     def run() -> None:
-        seen: Sockets | None = None
+        seen: Sockets = frozenset()
+        looked = False  # whether `seen` is what there is
         try:
             for name, ranks in zip(names, members, strict=True):
-                eager = 1 < len(ranks) <= EAGER_MEMBERS_MAX
-                if eager and seen is None:
+                small = len(ranks) <= EAGER_MEMBERS_MAX
+                connects = small and len(ranks) > 1
+                if connects and not looked:
                     seen = open_sockets()
-                own = GroupStore(store, name, len(ranks), fetch_at_once=len(ranks) <= EAGER_MEMBERS_MAX)
+                own = GroupStore(store, name, len(ranks), fetch_at_once=small)
                 backend = _gloo_backend(ranks.index(rank), len(ranks), own, timeout, address)
-                now = open_sockets() if eager else None
-                found.append(Gloo(backend, own, now - seen if now is not None and seen is not None else frozenset()))
-                seen = now  # a large group has a socket that listens, which is nobody's connection
+                now = open_sockets() if connects else seen
+                found.append(Gloo(backend, own, now - seen))
+                seen, looked = now, connects  # a large group has a socket that listens, which is nobody's connection
             said = {key: value for gloo in found for key, value in gloo.store.posted().items()}
             if said:
                 store.multi_set(list(said), list(said.values()))
