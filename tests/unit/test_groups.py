@@ -221,6 +221,20 @@ def story(me):
     except Exception as failure:
         assert me.rank == 0 and "Slotted holds an old process group" in str(failure), failure
 """,
+    "one who came to hold an old group after the search is named": """
+def story(me):
+    me.use(); me.meet("before")
+    original = me.groups.find_holders
+    def search():
+        original()
+        if me.rank == 0: me.late = {"since": me.tp}
+    me.groups.find_holders = search
+    try:
+        me.rebuild(replaced=(1,))
+        assert me.rank != 0
+    except Exception as failure:
+        assert me.rank == 0 and str(failure).endswith("are left: a dictionary, under ['since']"), failure
+""",
 }
 
 

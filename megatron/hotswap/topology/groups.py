@@ -255,12 +255,12 @@ class Groups:
         for made in stand_ins:
             process_group.graft(made.held, made.group)
             made.group, made.stand_in = made.held, False
-        old = [made.held for made in renewed if made.held is not made.group]
-        if not old:
+        if all(made.held is made.group for made in renewed):
             return 0
         if self._holders is None:
             self.find_holders()
         assert self._holders is not None
+        old = [made.held for made in renewed if made.held is not made.group]  # not before: it would be found, and changed, with the others
         holders, self._holders = self._holders, None
         references = holders.replace({id(made.held): made.group for made in renewed})
         del holders
@@ -268,7 +268,8 @@ class Groups:
             made.held = made.group
         if self._check and (left := who_holds(old)):
             raise HotSwapError(f"{len(left)} references to process groups of the membership before are left: {'; '.join(left[:20])}")
-        threading.Thread(target=_drop, args=(old,), name="deadpool-drop", daemon=True).start()
+        # No daemon: Python's end waits for it. Torch ends the process with an abort if it wants Python's lock back when there is none.
+        threading.Thread(target=_drop, args=(old,), name="deadpool-drop").start()
         del old
         return references
 
