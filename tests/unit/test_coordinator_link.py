@@ -11,7 +11,9 @@ from megatron.hotswap.agent.coordinator_link import Calls, CoordinatorLink
 from megatron.hotswap.control import messages as m
 from megatron.hotswap.control.config import ControlConfig
 from megatron.hotswap.control.state import Phase
+from megatron.hotswap.coordinator import clock
 from megatron.hotswap.coordinator.service import Coordinator
+from megatron.hotswap.coordinator.store import Store
 from megatron.hotswap.errors import Fenced
 from megatron.hotswap.security import files
 from megatron.hotswap.security.authority import issue
@@ -120,6 +122,24 @@ async def trained(job):
     await job.begin()
     await until(lambda: a.rank is not None and b.rank is not None)
     return a, b
+
+
+def test_a_coordinator_that_stood_still_for_its_lease_writes_nothing_down_when_it_goes_on(tmp_path, monkeypatch):
+    async def story(job):
+        a, b = await trained(job)
+        record = m.StepRecord(1, 1, 8, 1.0, 0.0, {"lm loss": (1.0).hex()}, None)
+        a.link.say(m.StepDone(record))
+        await until(lambda: job.coordinator.recorder.last_step == record)
+        before = (tmp_path / "events.jsonl").read_text()
+        monkeypatch.setattr(Store, "lost", property(lambda store: "its lease is over"))
+        for agent in (a, b):  # said before, and read now: before the next tick
+            job.coordinator._apply(job.coordinator.control.handle(agent.join.incarnation, m.Acknowledged(agent.rank, 1, 1), clock.now()))
+        assert job.coordinator.control.committed == 1
+        assert job.coordinator.deposed == "its lease is over" and job.coordinator.may_lead_again
+        await job.coordinator.stop()
+        assert (tmp_path / "steps.jsonl").read_text() == "" and (tmp_path / "events.jsonl").read_text() == before
+
+    play(story, tmp_path)
 
 
 def test_training_goes_on_under_the_next_coordinator(tmp_path, capfd):

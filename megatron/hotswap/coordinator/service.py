@@ -270,7 +270,10 @@ class Coordinator:
                     self._apply(self.control.tick(clock.now()))
 
     def _apply(self, decisions: list[Decision]) -> None:
-        """What is decided is recorded, then carried out."""
+        """What is decided is recorded, then carried out; by nobody who stood still for so long that another one leads, and who finds
+        here what was said to it meanwhile."""
+        if lost := self._store.lost:
+            self.stand_by(lost)
         if not self.deposed:
             self._first.take(decisions)
 
