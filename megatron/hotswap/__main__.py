@@ -9,13 +9,19 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from . import config, environment
 from .errors import HotSwapError
+from .processes import leave
 
 
-def run_as_agent(script: str, argv: Sequence[str]) -> int:
-    """Be the agent of this node for `script argv…`; returns the exit code."""
+def run_as_agent(script: str, argv: Sequence[str]) -> NoReturn:
+    """Be the agent of this node for `script argv…`; the process ends with the job."""
+    leave(_agent(script, argv))
+
+
+def _agent(script: str, argv: Sequence[str]) -> int:
     task = None if environment.launched() else environment.slurm_task()
     try:
         if task is not None:
@@ -33,7 +39,7 @@ def run_as_agent(script: str, argv: Sequence[str]) -> int:
 def launch_or_train(script: str, train: Callable[[], None]) -> int:
     """What a script's `__main__` block calls: the agent with --hot-swap, else (and in a worker) the training itself."""
     if "--hot-swap" in sys.argv[1:] and not environment.in_training():
-        return run_as_agent(script, sys.argv[1:])
+        run_as_agent(script, sys.argv[1:])
     if not environment.in_training():
         prepare_device()
     train()
@@ -61,7 +67,7 @@ def main() -> int:
         return 2
     script, argv = sys.argv[1], sys.argv[2:]
     if "--hot-swap" in argv:
-        return run_as_agent(script, argv)
+        run_as_agent(script, argv)
     sys.argv = [script, *argv]
     prepare_device()
     runpy.run_path(script, run_name="__main__")

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from etcd_server import EtcdServer
-from hot_swap_job import BY_TWO, REFERENCE_STEPS, ROOT, argv, events, steps
+from hot_swap_job import BY_TWO, GRIDS, REFERENCE_STEPS, ROOT, GridCase, argv, events, steps
+from test_copies import agent_of
 
 from megatron.hotswap.cli.launch import Launch, VirtualNodes, prepare
 from megatron.hotswap.coordinator.job_file import Setup, read_job, write_setup
@@ -32,10 +33,10 @@ def until(happened: Callable[[], Any]) -> None:
 class Job:
     """A job whose coordinators are processes of their own."""
 
-    def __init__(self, run_dir: Path, store: str, spares: int) -> None:
+    def __init__(self, run_dir: Path, store: str, spares: int, case: GridCase = BY_TWO) -> None:
         self.run_dir = run_dir
-        command = argv(BY_TWO, REFERENCE_STEPS, None, f"--hot-swap-store {store}")
-        self._launch = Launch(2, BY_TWO.world_size // 2, spares, str(ROOT / "pretrain_gpt.py"), command, run_dir)
+        command = argv(case, REFERENCE_STEPS, None, f"--hot-swap-store {store}")
+        self._launch = Launch(case.nodes, case.ranks_per_node, spares, str(ROOT / "pretrain_gpt.py"), command, run_dir)
         self._control = prepare(self._launch)
         write_setup(run_dir, Setup(self._control, store))
         self.coordinators: list[subprocess.Popen[bytes]] = []
@@ -54,7 +55,7 @@ class Job:
         job = read_job(self.run_dir)
         assert job is not None
         self.nodes = VirtualNodes(self._launch, job.coordinator, self._control.run_id)
-        for index in range(2 + self._launch.spares):
+        for index in range(self._launch.nodes + self._launch.spares):
             self.nodes.start(f"node{index}")
 
     def leader(self) -> subprocess.Popen[bytes]:
@@ -89,9 +90,9 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(run_dir: Path, store: str, spares: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(run_dir: Path, store: str, spares: int, monkeypatch: pytest.MonkeyPatch, case: GridCase = BY_TWO) -> Iterator[Job]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    running = Job(run_dir, store, spares)
+    running = Job(run_dir, store, spares, case)
     try:
         yield running
     finally:
@@ -130,6 +131,32 @@ def test_a_coordinator_that_is_started_again_takes_up_its_journal(
         assert steps(tmp_path / "run") == steps(undisturbed)
         assert len(running.events("coordinator-back")) == 2
         assert recoveries(tmp_path / "run") == [("swap", ["node1"]), ("swap", ["node0"])]
+
+
+@pytest.mark.skipif(os.environ.get("DEADPOOL_FULL_MATRIX") != "1", reason="takes a minute: make test-all")
+def test_a_coordinator_to_which_few_agents_come_back_gives_nobody_up(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four agents stand still for longer than their lease when a coordinator takes the job up: it may be cut off itself."""
+    with job(tmp_path / "run", "journal", 0, monkeypatch, GRIDS["tp2-dp2"]) as running:
+        serving = running.coordinator()
+        running.start_nodes()
+        until(lambda: running.written() >= 5)
+        serving.kill()
+        serving.wait()
+        away = [agent_of(f"node{index}") for index in (1, 2, 3)]
+        for agent in away:
+            agent.suspend()
+        serving = running.coordinator()
+        until(lambda: running.events("waiting"))
+        (waits,) = running.events("waiting")
+        assert "1 of 4 agents are here; it may be the coordinator that is cut off" in waits["reason"], waits
+        for agent in away:
+            agent.resume()
+        assert serving.wait(timeout=_PATIENCE_S) == 0
+        assert steps(tmp_path / "run") == steps(undisturbed)
+        assert not running.events("node-lost")
+        assert all(kind == "reset" for kind, _ in recoveries(tmp_path / "run"))
 
 
 def test_under_etcd_the_node_of_the_coordinator_may_be_lost_and_a_frozen_one_comes_too_late(

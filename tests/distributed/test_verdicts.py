@@ -14,7 +14,7 @@ from megatron.hotswap.coordinator.service import Coordinator, Scheduled
 
 pytestmark = [
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(os.environ.get("DEADPOOL_FULL_MATRIX") != "1", reason="three jobs with many nodes: make test-all"),
+    pytest.mark.skipif(os.environ.get("DEADPOOL_FULL_MATRIX") != "1", reason="a job for each row: make test-all"),
 ]
 
 
@@ -41,6 +41,21 @@ def test_a_step_that_kills_whoever_runs_it_ends_the_job(tmp_path: Path) -> None:
     assert summary["exit_code"] == 1
     assert "step 5 failed 3 times and was never completed, so it is not the nodes; replaced for it in vain:" in summary["ended"]
     assert all(f"({k})" in summary["ended"] for k in (1, 2, 3)), summary["ended"]
+
+
+def test_a_rank_that_does_not_restore_in_time_is_started_again(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can say whose fault it is, since all wait for each other: they are halted again, and who does not answer that is to blame."""
+    monkeypatch.setenv("DEADPOOL_TEST_MARK", str(tmp_path / "mark"))
+    case, script = GRIDS["tp2-dp2"], Path(__file__).with_name("pretrain_that_restores_slowly.py")
+    command = [*argv(case, 12, None), "--hot-swap-resume-timeout-s", "15", "--hot-swap-halt-timeout-s", "15"]
+    faults = [Scheduled("fail-collective", "worker", 0, 6, "forward")]
+    summary = run_job(case, tmp_path / "run", command, faults=faults, script=script)
+    assert summary["exit_code"] == 0, summary["ended"]
+    (recovery,) = summary["recoveries"]
+    assert recovery["kind"] == "respawn" and recovery["ranks_respawned"] == [1] and recovery["attempts"] > 1, recovery
+    (late,) = [said for said in recovery["evidence"] if "did not restore generation" in said]
+    assert "in 15" in late and "1" in late.partition("rank(s) [")[2].partition("]")[0], late
+    assert steps(tmp_path / "run") == steps(undisturbed)[:12]
 
 
 def test_a_rank_and_all_its_holders_lost_at_one_moment(tmp_path: Path) -> None:

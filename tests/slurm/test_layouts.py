@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,32 +32,40 @@ def attended(lab: Lab, job: Job, node: str) -> Iterator[None]:
         lab.boot(node)
 
 
+JOIN = (sys.executable, "-m", "megatron.hotswap.cli.main", "join", "--run-dir")
+
+
 def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
-    """Two tasks on each node are two agents of one failure domain: both are lost with their node, and two of the spare take over."""
-    words = command(25, tmp_path / "job" / "save", "--tensor-model-parallel-size 2")
+    """Two tasks on each node are two agents of one failure domain: both are lost with their node, and two take over: of a node that another
+    job of Slurm's has brought, since on the spare is the coordinator."""
+    words = command(150, tmp_path / "job" / "save", "--tensor-model-parallel-size 2")
     job = submit(lab, tmp_path / "job", batch(words, 2, 1, 1, ranks_per_node=2, tasks_per_node=2).text(), "--nodelist=n1,n2,n3")
     with attended(lab, job, "n2"):
         start = until("training", lambda: job.events("start"), _STARTS_WITHIN_S)[0]
         assert start["nodes"] == ["n1.0", "n1.1", "n2.0", "n2.1"] and start["spares"] == ["n3.0", "n3.1"]
         hosts = [name.split(".")[0] for name in start["nodes"]]
         assert all(hosts[h] != hosts[rank] for rank, held_by in enumerate(start["holders"]) for h in held_by)
-        job.goes_on()
-        lab.crash("n2")
-        until("a recovery", lambda: job.events("recovered"))
-        assert sorted(e["node"] for e in job.events("assign")) == ["n3.0", "n3.1"]
-        until("the end", lambda: job.state() not in ("RUNNING", "COMPLETING"), _STARTS_WITHIN_S)
-        assert job.state() == "COMPLETED" and len(job.steps()) == 25
+        script = "#!/bin/sh\nsrun " + shlex.join([*JOIN, str(job.run_dir)])
+        other = submit(lab, tmp_path / "other", script, "--nodelist=n4", "--ntasks-per-node=2")
+        with attended(lab, other, "n2"):
+            until("two more spares", lambda: {"n4.0", "n4.1"} <= {e["node"] for e in job.events("spare")}, _STARTS_WITHIN_S)
+            lab.crash("n2")
+            until("a recovery", lambda: job.events("recovered"))
+            assert sorted(e["node"] for e in job.events("assign")) == ["n4.0", "n4.1"]
+            until("the end", lambda: job.state() not in ("RUNNING", "COMPLETING"), _STARTS_WITHIN_S)
+            assert job.state() == "COMPLETED" and len(job.steps()) == 150
+            until("its end too", lambda: other.state() not in ("RUNNING", "COMPLETING"))
+            assert (other.state(), other.facts()["ExitCode"]) == ("COMPLETED", "0:0")
 
 
 @contextlib.contextmanager
-def started_again(lab: Lab, job: Job, words: list[str], node: str) -> Iterator[None]:
+def started_again(lab: Lab, job: Job, node: str) -> Iterator[None]:
     """A node's task is killed, the spare takes its rank, and another task that a user starts on it is the next spare."""
     (task,) = tasks_on(lab, node)
     kill(task)
     until("a recovery", lambda: job.events("recovered"))
     known = len(job.events("spare"))
-    flags = ["--hot-swap", "--hot-swap-ranks-per-node", "1", "--hot-swap-spares", "1", "--hot-swap-run-dir", str(job.run_dir)]
-    srun = ["srun", f"--jobid={job.number}", "--overlap", "--no-kill", "-N1", "-n1", "-w", node, sys.executable, *words, *flags]
+    srun = ["srun", f"--jobid={job.number}", "--overlap", "--no-kill", "-N1", "-n1", "-w", node, *JOIN, str(job.run_dir)]
     with subprocess.Popen(lab.login(*srun), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as again:
         try:
             until("another spare", lambda: len(job.events("spare")) > known)
@@ -81,7 +90,7 @@ def test_the_coordinators_node_is_lost(lab: Lab, tmp_path: Path) -> None:
         assert "is durable" in lab.run(*deadpool, "save", str(job.run_dir))
         assert "spares: n6" in lab.run(*deadpool, "status", "--run-dir", str(job.run_dir))
         saved = job.events("durable")[0]["generation"]
-        with started_again(lab, job, words, "n4"):
+        with started_again(lab, job, "n4"):
             job.goes_on()
             lab.poweroff("n6")
             until("the end of the first life", lambda: job.facts()["Restarts"] == "1")

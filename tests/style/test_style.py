@@ -113,6 +113,7 @@ LAYERS: dict[str, set[str]] = {
         "security",
         "simulate",
         "sizing",
+        "slurm/layout",
         "snapshot/durable",
         "snapshot/manifest",
     },
@@ -121,7 +122,7 @@ LAYERS: dict[str, set[str]] = {
         *("replication/transports", "security", "slurm/layout"),
     },
     "slurm/layout": {"environment", "errors", "host_list"},
-    "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "slurm", "worker"},
+    "__main__": {"agent", "config", "environment", "errors", "cli", "device", "patches", "processes", "slurm", "worker"},
 }
 PURE = (
     *("control", "recovery/plan", "replication/placement", "simulate", "sizing", "snapshot/layout", "snapshot/manifest", "topology/grid"),

@@ -74,10 +74,11 @@ class Story:
         window: str = "600",
         failures: str = "3",
         on_failure: Literal["swap", "restart"] = "swap",
+        last: str = "",
     ) -> None:
         """The job's shape. Leases of 3 s, halts of 30 s, resumes of 120 s, spares are waited for 60 s. `save` is where durable generations
         go, `durable` those that it goes on from: GENERATION,GENERATION. `window` is that of respawns, `failures` of a node put it into
-        quarantine. `on_failure`: what follows a loss."""
+        quarantine. `on_failure`: what follows a loss. `last`: the spare that is taken last."""
         grid = Grid(int(nodes) * int(per_node), int(tensor))
         shape = {"world-size": grid.world_size}
         begin = tuple(DurableFolder(f"folder{g}", int(g), "run-0", tuple(shape.items())) for g in durable.split(",") if g)
@@ -94,6 +95,7 @@ class Story:
                 quarantine_failures=int(failures),
                 durable=Durable(save, shape, begin=begin) if save else None,
                 on_failure=on_failure,
+                taken_last=(last,) if last else (),
             )
         )
 

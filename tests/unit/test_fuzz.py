@@ -31,7 +31,7 @@ from megatron.hotswap.control.config import ControlConfig
 from megatron.hotswap.control.sanity import nonsense
 from megatron.hotswap.control.state import Control, Phase
 from megatron.hotswap.coordinator import wire
-from megatron.hotswap.coordinator.job_file import Job, running_job
+from megatron.hotswap.coordinator.job_file import Command, Job, read_command, running_job, write_command
 from megatron.hotswap.errors import Malformed, PeerFault, SnapshotMismatch, UsageError
 from megatron.hotswap.replication import envelope, link, pmi, side, side_loop
 from megatron.hotswap.replication.tcp_stream import Offer, sealed
@@ -268,6 +268,7 @@ JSON = st.recursive(
 STEP = {"step": 1, "loss": {"lm loss": 1.5}, "loss_hex": {"lm loss": "0x1.8p0"}, "grad_norm_hex": None, "consumed_samples": 8}
 SUMMARY = {"steps": 1, "recoveries": [], "bit_identical": None}
 JOB = {"coordinator": "127.0.0.1:1", "run_id": "r", "pid": os.getpid()}
+COMMAND = {"script": "pretrain_gpt.py", "argv": ["--hot-swap"], "folder": "/", "workers": 1}
 DEEP = b"[" * 100_000
 
 
@@ -287,6 +288,24 @@ def test_job_json_names_a_job_or_none(folder, content):
     (folder / "job.json").write_bytes(content)
     job = running_job(folder)
     assert job is None or isinstance(job, Job)
+
+
+@FAST
+@given(content=texts(COMMAND))
+def test_command_json_is_a_command_or_refused_in_words(folder, content):
+    path = folder / "command.json"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with contextlib.suppress(UsageError):
+        assert isinstance(read_command(folder), Command)
+
+
+def test_a_command_that_another_user_may_have_written_is_not_run(tmp_path):
+    write_command(tmp_path, Command("x.py", ["--hot-swap"], "/", 1))
+    assert read_command(tmp_path).argv == ["--hot-swap"]
+    (tmp_path / "command.json").chmod(0o622)
+    with pytest.raises(UsageError, match=r"command.json is open to other users \(mode 0622"):
+        read_command(tmp_path)
 
 
 @pytest.mark.parametrize("pid", [0, -1, -2, 1 << 40, 10**40])

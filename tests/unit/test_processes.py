@@ -1,5 +1,6 @@
 """processes.py: a child dies with its parent, also where the parent is process 1."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -82,3 +83,36 @@ print(os.path.exists("/dev/shm/sem." + name.lstrip("/")), flush=True)
 def test_what_a_dead_process_leaves_ends_and_its_named_semaphores_go():
     done = subprocess.run([sys.executable, "-c", _KEEPER], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout == "False\n", done.stdout + done.stderr
+
+
+_ENDS_WHILE_THREADS_ARE_IN_THE_ENGINE = """
+import ctypes, random, sys, threading, time
+import deadpool_ext
+import megatron.hotswap.__main__ as program
+import megatron.hotswap.agent.main as agent
+
+memory = ctypes.create_string_buffer(4 << 20)
+
+def move_chunks():
+    while True:
+        deadpool_ext.crc32c(ctypes.addressof(memory), random.randrange(100_000, len(memory)))
+
+def run_agent(*arguments):
+    for _ in range(3): threading.Thread(target=move_chunks, daemon=True).start()
+    time.sleep(0.2)
+    print("the job is over")
+    return 7
+
+agent.run_agent = run_agent
+sys.argv = ["x.py", "--hot-swap"]
+sys.exit(program.launch_or_train("x.py", lambda: None))
+"""
+
+
+def test_an_agent_ends_with_its_own_code_although_a_transfer_still_runs():
+    """A thread that comes back from the engine while Python takes itself down would end the process with an abort."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    for _ in range(4):
+        command = [sys.executable, "-c", _ENDS_WHILE_THREADS_ARE_IN_THE_ENGINE]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stdout) == (7, "the job is over\n"), done.stderr

@@ -20,7 +20,7 @@ from ..agent.inject import write_down
 from ..agent.scratch import sweep
 from ..control.messages import Injection
 from ..control.state import ControlConfig, Phase
-from ..coordinator.job_file import JOB_FILE, announce, running_job
+from ..coordinator.job_file import JOB_FILE, Command, announce, running_job, write_command
 from ..coordinator.service import Coordinator, Scheduled
 from ..coordinator.store import JOURNAL_FILE
 from ..coordinator.stores import JOURNAL
@@ -67,6 +67,12 @@ class Launch:
         """Ranks in all."""
         return self.nodes * self.ranks_per_node
 
+    @property
+    def command(self) -> Command:
+        """What its agents run."""
+        flags = ["--hot-swap", "--hot-swap-run-dir", str(self.run_dir), "--hot-swap-on-failure", self.on_failure]
+        return Command(self.script, [*self.argv, *flags], os.getcwd(), self.ranks_per_node)
+
 
 class VirtualNodes:
     """The process groups. Whatever happens, `end` leaves none."""
@@ -82,13 +88,12 @@ class VirtualNodes:
         """Bring a node up (again), unless the job is over."""
         if self._over:
             return
-        launch = self._launch
-        place = AgentEnvironment(*self._place, node=node, workers=launch.ranks_per_node, launcher_pid=os.getpid())
-        flags = ["--hot-swap", "--hot-swap-run-dir", str(launch.run_dir), "--hot-swap-on-failure", launch.on_failure]
+        command = self._launch.command
+        place = AgentEnvironment(*self._place, node=node, workers=command.workers, launcher_pid=os.getpid())
         within = [] if self.networks is None else self.networks.command(node)
         with open(self.log(node), "ab") as out:
             process = subprocess.Popen(
-                [*within, sys.executable, "-m", "megatron.hotswap", launch.script, *launch.argv, *flags],
+                [*within, sys.executable, "-m", "megatron.hotswap", command.script, *command.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -228,6 +233,7 @@ def prepare(launch: Launch) -> ControlConfig:
     control = control_of(launch, secrets.token_hex(8))
     _empty_run_dir(launch.run_dir)
     issue(launch.run_dir, control.run_id, token=control.token)
+    write_command(launch.run_dir, launch.command)
     return control
 
 

@@ -1,4 +1,4 @@
-"""The `deadpool` command: run, sbatch, plan, simulate, inject, status, save, release, verify."""
+"""The `deadpool` command: run, sbatch, join, plan, simulate, inject, status, save, release, verify."""
 
 from __future__ import annotations
 
@@ -144,6 +144,19 @@ def save(
     from .client import save
 
     print(f"deadpool: {save(job or run_dir)}")
+
+
+@app.command()
+def join(
+    run_dir: RunDir = DEFAULT_RUN_DIR,
+    node: Annotated[
+        str | None, typer.Option("--node", metavar="NAME", help="Its name in the job, which no other node has; default: this machine's.")
+    ] = None,
+) -> None:
+    """Make this machine a spare of a running job, in place of a node that was lost for good. It ends with the job, and its exit code."""
+    from .join import join
+
+    join(run_dir, node)
 
 
 @app.command()

@@ -47,6 +47,7 @@ class ControlConfig:
     interval: int = 1  # steps between snapshots
     durable: Durable | None = None  # None: the job has nowhere to write
     on_failure: Literal["swap", "restart"] = "swap"  # restarting.py
+    taken_last: tuple[str, ...] = ()  # spares that get ranks only if there is no other: on their machine is the coordinator
 
     def __post_init__(self) -> None:
         if self.lease_s < 3 * self.heartbeat_interval_s:

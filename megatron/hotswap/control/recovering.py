@@ -215,7 +215,8 @@ class Recovering(Saves):
         """A node that came back before its former life was given up must not hold its own replicas: it waits for that verdict."""
         assert self.membership is not None
         taken = {x.node for x in self.membership.members if x.incarnation in self.agents}
-        return one_per_node(a for a in self.agents.values() if a.free and a.node not in taken)
+        free = one_per_node(a for a in self.agents.values() if a.free and a.node not in taken)
+        return sorted(free, key=lambda agent: agent.node in self.config.taken_last)
 
     # ---- planning and resuming
 

@@ -1,5 +1,5 @@
-"""What a run directory says of its job: job.json, where the coordinator is (for agents that look for it, and for `deadpool`'s commands),
-and setup.json, from which a coordinator can be started (again)."""
+"""What a run directory says of its job: job.json, where the coordinator is (for agents that look for it, and for `deadpool`'s commands);
+setup.json, from which a coordinator can be started (again); command.json, from which an agent can be started that joins later."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import msgspec
 
 from ..control.config import ControlConfig
 from ..errors import UsageError
-from ..records import read_object, replace_file
+from ..records import parse, read_object, replace_file
+from ..security.files import read_private
 
 JOB_FILE = "job.json"
 SETUP_FILE = "setup.json"
+COMMAND_FILE = "command.json"
 _ADDRESS = re.compile(r"[\w.-]+:\d{1,5}")
 
 
@@ -36,6 +38,15 @@ class Setup(msgspec.Struct, frozen=True):
     store: str = "journal"
     metrics_address: str = ""
     metrics_port: int = 0  # 0: none are served
+
+
+class Command(msgspec.Struct, frozen=True):
+    """command.json: what every agent of the job runs."""
+
+    script: str
+    argv: list[str]  # with all that launchers add
+    folder: str  # in which it was started: names in it may be relative
+    workers: int  # ranks of an agent
 
 
 def announce(run_dir: Path, address: str, run_id: str) -> None:
@@ -87,3 +98,26 @@ def read_setup(run_dir: Path) -> Setup:
     """
     setup: Setup = read_object(run_dir / SETUP_FILE, Setup)
     return setup
+
+
+def write_command(run_dir: Path, command: Command) -> None:
+    """Replace command.json.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    replace_file(run_dir / COMMAND_FILE, msgspec.json.encode(command), 0o600)
+
+
+def read_command(run_dir: Path) -> Command:
+    """What an agent is to run. It is run as this user, so nobody else may have written it.
+
+    Raises:
+        UsageError: command.json cannot be read, others may write it, or it is none.
+    """
+    path = run_dir / COMMAND_FILE
+    try:
+        command: Command = parse(read_private(path), Command)
+    except ValueError as wrong:
+        raise UsageError(f"{path} is not what a launcher writes ({wrong}); start the job anew") from wrong
+    return command

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from ..processes import die_with_parent
+from ..processes import die_with_parent, leave
 from .side import (
     MESSAGE_BYTES_MAX,
     Begin,
@@ -176,6 +176,4 @@ def run(library: Library) -> None:
         traceback.print_exc()
         with contextlib.suppress(OSError):
             sock.send(encode(Failed(f"{type(failure).__name__}: {failure}"[:_REASON_CHARS_MAX])))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(code)

@@ -12,6 +12,7 @@ import secrets
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 from ..agent.interface import address_of
 from ..cli.checks import describe_grid, flags_added_here, grid_of, megatron_flags
@@ -19,7 +20,7 @@ from ..cli.durable import describe
 from ..cli.launch import Launch, clear_run_files, control_of
 from ..control.config import ControlConfig
 from ..coordinator.__main__ import LEFT
-from ..coordinator.job_file import Job, Setup, read_setup, write_setup
+from ..coordinator.job_file import Command, Job, Setup, read_setup, write_command, write_setup
 from ..coordinator.recorder import read_exit_code
 from ..coordinator.stores import JOURNAL
 from ..errors import UsageError
@@ -93,8 +94,10 @@ def _prepare(started: Started, address: str) -> None:
     nodes, spares = (len(names) * layout.tasks_per_node for names in (layout.active, layout.spares))
     launch = Launch(nodes, layout.ranks_per_task, spares, started.script, started.argv, started.run_dir)
     control = control_of(launch, f"{life(started.task)}-{secrets.token_hex(4)}")
+    control = replace(control, taken_last=tuple(layout.agents(started.task.node)) if layout.spares else ())
     clear_run_files(started.run_dir)
     issue(started.run_dir, control.run_id, token=control.token)
+    write_command(started.run_dir, Command(started.script, started.command[1:], os.getcwd(), layout.ranks_per_task))
     write_setup(started.run_dir, Setup(control, config.store, config.metrics_address, config.metrics_port))
     print("\n".join(head(started, control, address)), flush=True)
 

@@ -39,9 +39,13 @@ class Layout:
         last = self.spares[-1] if self.spares else self.active[0]
         return [last, *(n for n in self.active[:1] if movable and n != last)]
 
+    def agents(self, node: str) -> list[str]:
+        """The names of a node's agents, one for each of its tasks."""
+        return [node] if self.tasks_per_node == 1 else [f"{node}.{index}" for index in range(self.tasks_per_node)]
+
     def agent(self, task: SlurmTask) -> str:
         """The name of a task's agent."""
-        return task.node if self.tasks_per_node == 1 else f"{task.node}.{task.local_index}"
+        return self.agents(task.node)[task.local_index]
 
 
 def work_out(task: SlurmTask, spares: int, ranks_per_node: int | None, replicas: int) -> Layout:
@@ -58,7 +62,7 @@ def work_out(task: SlurmTask, spares: int, ranks_per_node: int | None, replicas:
     """
     in_step = expand_hosts(task.step_nodes)
     nodes = in_step if len(in_step) > 1 else expand_hosts(task.job_nodes)
-    tasks = _tasks_per_node(task)
+    tasks = tasks_per_node(task)
     if tasks > 1 and replicas > 1:
         raise UsageError(
             f"{replicas} replicas of a snapshot are to be on as many nodes, and with {tasks} tasks on each node two of them might be on "
@@ -74,7 +78,12 @@ def work_out(task: SlurmTask, spares: int, ranks_per_node: int | None, replicas:
     return Layout(tuple(nodes[: len(nodes) - spares]), tuple(nodes[len(nodes) - spares :]), tasks, ranks // tasks)
 
 
-def _tasks_per_node(task: SlurmTask) -> int:
+def tasks_per_node(task: SlurmTask) -> int:
+    """Of the task's step.
+
+    Raises:
+        UsageError: nodes differ in it.
+    """
     counts = expand_counts(task.step_tasks_per_node)
     if len(set(counts)) != 1:
         raise UsageError(

@@ -6,14 +6,13 @@ thread out of whatever it is blocked in.
 
 from __future__ import annotations
 
-import os
 import queue
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NoReturn
 
 import deadpool_ext
 
@@ -21,6 +20,7 @@ from ..agent import local
 from ..control import messages as m
 from ..environment import WorkerEnvironment
 from ..errors import Halted, Malformed
+from ..processes import leave
 from ..snapshot.slots import ControlBlock, Word
 from . import faults
 
@@ -206,9 +206,7 @@ def _due(injection: m.Injection, phase: str, step: int) -> bool:
     return injection.at_step <= step and (injection.phase or "forward") == phase
 
 
-def end_process(code: int, reason: str) -> None:
-    """End at once, without destructors that would wait for peers; what was printed is kept."""
+def end_process(code: int, reason: str) -> NoReturn:
+    """End this worker at once, and say why."""
     print(f"deadpool: worker ends with code {code}: {reason}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(code)
