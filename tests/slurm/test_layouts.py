@@ -47,7 +47,7 @@ def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
         assert all(hosts[h] != hosts[rank] for rank, held_by in enumerate(start["holders"]) for h in held_by)
         script = "#!/bin/sh\nsrun " + shlex.join([*JOIN, str(job.run_dir)])
         other = submit(lab, tmp_path / "other", script, "--nodelist=n4", "--ntasks-per-node=2")
-        with attended(lab, other, "n2"):
+        try:
             until("two more spares", lambda: {"n4.0", "n4.1"} <= {e["node"] for e in job.events("spare")}, _STARTS_WITHIN_S)
             lab.crash("n2")
             until("a recovery", lambda: job.events("recovered"))
@@ -56,6 +56,9 @@ def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
             assert job.state() == "COMPLETED" and len(job.steps()) == 150
             until("its end too", lambda: other.state() not in ("RUNNING", "COMPLETING"))
             assert (other.state(), other.facts()["ExitCode"]) == ("COMPLETED", "0:0")
+        finally:
+            print(other.told())
+            lab.run("scancel", other.number, check=False)
 
 
 @contextlib.contextmanager
