@@ -47,7 +47,7 @@ def test_a_rank_that_does_not_restore_in_time_is_started_again(tmp_path: Path, u
     """Nobody can say whose fault it is, since all wait for each other: they are halted again, and who does not answer that is to blame."""
     monkeypatch.setenv("DEADPOOL_TEST_MARK", str(tmp_path / "mark"))
     case, script = GRIDS["tp2-dp2"], Path(__file__).with_name("pretrain_that_restores_slowly.py")
-    command = argv(case, 12, None, "--hot-swap-resume-timeout-s 15")
+    command = argv(case, 12, None, "--hot-swap-resume-timeout-s 8")
     command += ["--hot-swap-halt-timeout-s", "15", "--hot-swap-collective-timeout-s", "12"]
     faults = [Scheduled("fail-collective", "worker", 0, 6, "forward")]
     summary = run_job(case, tmp_path / "run", command, faults=faults, script=script)
@@ -55,7 +55,7 @@ def test_a_rank_that_does_not_restore_in_time_is_started_again(tmp_path: Path, u
     (recovery,) = summary["recoveries"]
     assert recovery["kind"] == "respawn" and recovery["ranks_respawned"] == [1] and recovery["attempts"] > 1, recovery
     (late,) = [said for said in recovery["evidence"] if "did not restore generation" in said]
-    assert "in 15" in late and "1" in late.partition("rank(s) [")[2].partition("]")[0], late
+    assert "in 8" in late and "1" in late.partition("rank(s) [")[2].partition("]")[0], late
     assert steps(tmp_path / "run") == steps(undisturbed)[:12]
 
 
