@@ -84,8 +84,9 @@ GRIDS = {
             4,
             4,
             "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --num-experts 4 "
-            "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather --moe-router-load-balancing-type aux_loss "
-            "--moe-aux-loss-coeff 1e-2 --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+            "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type allgather "
+            "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --bf16 --use-distributed-optimizer "
+            "--overlap-grad-reduce --overlap-param-gather",
         ),
     )
 }
