@@ -181,7 +181,7 @@ def test_results_of_an_earlier_run_do_not_stay(tmp_path):
         (tmp_path / "run" / name).write_text("old")
     (tmp_path / "run/mine.txt").write_text("mine")
     prepare(launch(tmp_path))
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["credentials", "logs", "mine.txt"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["command.json", "credentials", "logs", "mine.txt"]
     assert not list((tmp_path / "run/logs").iterdir())
 
 
