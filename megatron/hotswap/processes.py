@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import math
 import os
 import signal
@@ -13,6 +14,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
+#: One that neither Slurm, nor Megatron, nor a user's shell sends.
+STACKS_SIGNAL = signal.SIGRTMIN + 7
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _END_CHECK_S = 0.005
@@ -30,6 +33,11 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(3)
+
+
+def write_stacks_when_asked() -> None:
+    """From now on STACKS_SIGNAL has this process write where each of its threads is, even if one of them keeps Python's lock."""
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
 
 def leave(code: int) -> NoReturn:

@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from unittest import mock
 
@@ -134,6 +135,42 @@ def test_one_process_has_ended_before_the_next_begins_and_its_end_is_no_loss(wor
     assert settled == [(True, True)]
     assert worker.process is not first and not worker.given
     assert lost == (["killed by SIGKILL"] if how is signal.SIGKILL else [])
+
+
+_STUCK = """
+import sys, time
+from megatron.hotswap.processes import write_stacks_when_asked
+write_stacks_when_asked()
+def waits_for_ever():
+    print("ready", flush=True)
+    time.sleep(60)
+waits_for_ever()
+"""
+
+
+def test_who_is_started_again_because_it_was_stuck_has_said_where(tmp_path, monkeypatch):
+    def start(self):
+        self.given = self.said_goodbye = False
+        ours, theirs = pair()
+        self.link = Link(ours, FromWorker)
+        with open(tmp_path / "log", "ab") as log:
+            command = [sys.executable, "-c", _STUCK]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, pass_fds=(theirs.fileno(),))
+        self.process.stdout.readline()
+        theirs.close()
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+
+    async def test(stuck):
+        lives = Lives(lambda w, message: None, lambda w, evidence: None, lambda: 60.0)
+        lives.add(WorkerProcess(0, ["script.py"], tmp_path / "log", {}, {}))
+        await lives.start_again(lives.workers[0], mock.AsyncMock(), stuck)
+        lives.close()
+
+    asyncio.run(asyncio.wait_for(test(stuck=False), 30))
+    assert (tmp_path / "log").read_text() == ""
+    asyncio.run(asyncio.wait_for(test(stuck=True), 30))
+    assert "in waits_for_ever" in (tmp_path / "log").read_text()
 
 
 def start_parent(self):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..control.messages import Progress
 from ..errors import Malformed
-from ..processes import end_children
+from ..processes import STACKS_SIGNAL, end_children
 from ..snapshot.slots import Word
 from . import local
 from .worker_process import WorkerProcess
@@ -18,6 +18,8 @@ from .worker_process import WorkerProcess
 #: How often workers are looked at. The end of one is known at once, by its link; this finds one that is stopped.
 _LIFE_CHECK_INTERVAL_S = 0.25
 _END_CHECK_S = 0.005
+#: What a process may take to write where its threads are.
+_STACKS_S = 0.2
 
 
 class Lives:
@@ -46,11 +48,15 @@ class Lives:
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             worker.link.send(message, fds)
 
-    async def start_again(self, worker: WorkerProcess, settle: Callable[[WorkerProcess], Awaitable[None]]) -> None:
-        """End what is left of a worker's process and start another. `settle` is awaited in between: while nobody writes its slots."""
+    async def start_again(self, worker: WorkerProcess, settle: Callable[[WorkerProcess], Awaitable[None]], stuck: bool = True) -> None:
+        """End what is left of a worker's process and start another. `settle` is awaited in between: while nobody writes its slots.
+        `stuck`: a process that still lives did not do what it was told, and its log is to say where it was."""
         self._deaf(worker)
         worker.given, worker.said_goodbye = False, True
         process = worker.process
+        if stuck and worker.ended() is None:
+            process.send_signal(STACKS_SIGNAL)
+            await asyncio.sleep(_STACKS_S)
         if process.poll() is None:
             process.kill()
         while process.poll() is None:  # one that hangs in the kernel is not replaced: it may still write

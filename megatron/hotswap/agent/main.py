@@ -258,7 +258,7 @@ class Agent:
         worker = self._workers[message.worker]
         print(f"agent {self.incarnation}: worker {worker.index} is started again: {message.reason}", file=sys.stderr, flush=True)
         self._link.retold.started_again(worker.index)
-        self._do(self._lives.start_again(worker, self._replicator.sealed))
+        self._do(self._lives.start_again(worker, self._replicator.sealed, stuck=self.config.on_failure == "swap"))
 
     def _give_rank(self, worker: WorkerProcess, rank: int, world_size: int, version: int, store: str, fake: bool) -> None:
         worker.rank, worker.given = rank, True

@@ -17,7 +17,7 @@ from .. import config, environment
 from ..control import messages as m
 from ..device import cpu, wheel
 from ..errors import UsageError
-from ..processes import die_with_parent
+from ..processes import die_with_parent, write_stacks_when_asked
 
 if TYPE_CHECKING:
     from .session import Session
@@ -27,6 +27,7 @@ def main() -> None:
     """Run the script; the process ends when the agent says so, or with it."""
     place = environment.worker()
     die_with_parent(place.agent_pid)
+    write_stacks_when_asked()
     from .session import Session, end_process
 
     session = Session(place)
