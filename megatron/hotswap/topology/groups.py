@@ -243,7 +243,9 @@ class Groups:
             process_group.forget(made.group)
             process_group.forget(made.held)
         self.version = version
+        broken_off = [made.group for made in renewed if made.group is not made.held]  # an attempt before this one has made them
         self._make(renewed, store)
+        _drop_beside(broken_off)
         # From here on nothing can fail for a peer's sake. Were it not so, the next attempt would still find `held`.
         references = self._replace(renewed)
         reasons = {made.description or made.name: why for made in renewed if (why := verdicts.get(made.number))}
@@ -268,9 +270,7 @@ class Groups:
             made.held = made.group
         if self._check and (left := who_holds(old)):
             raise HotSwapError(f"{len(left)} references to process groups of the membership before are left: {'; '.join(left[:20])}")
-        # No daemon: Python's end waits for it. Torch ends the process with an abort if it wants Python's lock back when there is none.
-        threading.Thread(target=_drop, args=(old,), name="deadpool-drop").start()
-        del old
+        _drop_beside(old)
         return references
 
     def _agree(self, version: int, store: dist.Store, replaced: set[int]) -> dict[int, str | None]:
@@ -308,6 +308,13 @@ class Groups:
                 f"process groups {foreign} were not created through Megatron's parallel_state, so they cannot be rebuilt; create "
                 "groups with megatron.core.parallel_state.create_group during initialize_model_parallel"
             )
+
+
+def _drop_beside(groups: list[Any]) -> None:
+    """Let groups go, in a thread; the list is empty then."""
+    if groups:
+        # No daemon: Python's end waits for it. Torch ends the process with an abort if it wants Python's lock back when there is none.
+        threading.Thread(target=_drop, args=(groups,), name="deadpool-drop").start()
 
 
 def _drop(groups: list[Any]) -> None:

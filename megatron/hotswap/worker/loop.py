@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -174,6 +175,7 @@ class Loop:
             self._abandoned = None
         if not self._session.halted:
             self._report_error(failure)
+        _clear_frames(failure)
         iteration, began = self._calls[-1].iteration, time.perf_counter()
         plan = self._recovery.recover(self.position)
         self.recovered(time.perf_counter() - began)
@@ -189,8 +191,6 @@ class Loop:
         step = self._calls[-1].iteration + 1
         collective = is_communication(failure)
         if not collective:
-            import traceback
-
             traceback.print_exception(failure)
         self._session.report_error(failure, step, collective)
 
@@ -295,3 +295,14 @@ def is_communication(failure: Exception) -> bool:
     return isinstance(failure, RuntimeError) and any(
         w in str(failure) for w in ("gloo", "NCCL", "Connection", "socket")
     )
+
+
+def _clear_frames(failure: BaseException) -> None:
+    """Let go of what the failed call's frames hold, as long as others hold the old groups too. Once those are replaced, the last who holds
+    one would be such a frame, and its end joins gloo's threads: this thread would stand still until the last collective in it times out."""
+    left, seen = [failure], set[int]()
+    while left:
+        one = left.pop()
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        left += [behind for behind in (one.__cause__, one.__context__) if behind is not None and id(behind) not in seen]
