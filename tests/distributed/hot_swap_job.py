@@ -107,16 +107,16 @@ class Fault:
     scope: str = "node"
 
 
-def schedule(faults: Sequence[Fault], world_size: int) -> tuple[list[Scheduled], int]:
-    """Steps for the faults, two apart at least, on the first and the last rank in turn; and how many steps the job needs.
+def step_for(phase: str, step: int) -> int:
+    """The first from this one on that has the phase: evaluation and saving happen every EVERY steps only."""
+    return -(-step // EVERY) * EVERY if phase in ("eval", "save") else step
 
-    Evaluation and saving happen every EVERY steps only, so their faults wait for those.
-    """
+
+def schedule(faults: Sequence[Fault], world_size: int) -> tuple[list[Scheduled], int]:
+    """Steps for the faults, two apart at least, on the first and the last rank in turn; and how many steps the job needs."""
     planned, step = [], 1
     for i, fault in enumerate(faults):
-        step += 2
-        if fault.phase in ("eval", "save"):
-            step = -(-step // EVERY) * EVERY
+        step = step_for(fault.phase, step + 2)
         rank = world_size - 1 if i % 2 == 0 else 0
         planned.append(Scheduled(fault.action, fault.scope, rank, step, fault.phase))
     return planned, step + 3

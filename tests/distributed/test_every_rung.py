@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hot_swap_job import EVERY, GRIDS, GridCase, argv, events, run_job, steps
+from hot_swap_job import GRIDS, GridCase, argv, events, run_job, step_for, steps
 from striker import EVERY as SECONDS
 from striker import watched
 
@@ -29,9 +29,7 @@ def schedule(case: GridCase) -> tuple[list[list[Scheduled]], int]:
     step, last = 0, case.world_size - 1
     for i, phase in enumerate(case.phases):
         for kind in ("reset", "respawn", "swap"):
-            step += APART_STEPS
-            if phase in ("eval", "save"):
-                step = -(-step // EVERY) * EVERY
+            step = step_for(phase, step + APART_STEPS)
             rank = (last, 0, last // 2)[i % 3]
             if kind == "swap":
                 ranks = (0, last) if i % 2 else (0, last // 2 + 1)
@@ -92,9 +90,7 @@ def test_another_node_is_lost_in_the_recovery(
     case = GRIDS[name]
     faults, step = [], 0
     for i, phase in enumerate(case.phases):
-        step += APART_STEPS
-        if phase in ("eval", "save"):
-            step = -(-step // EVERY) * EVERY
+        step = step_for(phase, step + APART_STEPS)
         faults.append(Scheduled("kill", "node", (case.world_size - 1, 0, case.world_size // 2)[i % 3], step, phase))
     striker = watched([SECONDS[(i + list(GRIDS).index(name)) % len(SECONDS)] for i in range(len(faults))], monkeypatch)
     command = [*argv(case, step + 3, tmp_path / "saved"), "--hot-swap-replicas", "2", "--hot-swap-quarantine-failures", "99"]

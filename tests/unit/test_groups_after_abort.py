@@ -127,68 +127,9 @@ def test_a_halt_ends_the_wait_for_a_member_that_died_while_groups_were_made(rank
     assert float(run.stdout.split()[-1]) < 10.0, run.stdout
 
 
-DROPPED_WHILE_BLOCKED = """
-import multiprocessing, os, time
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from megatron.hotswap.topology.groups import Groups
-from megatron.hotswap.topology.rendezvous import Rendezvous, RendezvousStore
-
-TIMEOUT = timedelta(seconds=4)
-context = multiprocessing.get_context("fork")
-met, blocked = context.Barrier(2), context.Event()
-
-def build(rank, address):
-    groups = Groups(TIMEOUT, TIMEOUT, address="127.0.0.1", check=True)
-    groups.version = 1
-    client = RendezvousStore(address, timedelta(seconds=60))
-    groups.start_world("gloo", dist.PrefixStore("membership1", client), rank, [0, 1])
-    group = groups.create([0, 1], None, None, None)
-    met.wait()
-    if rank == 0:
-        dist.all_reduce(torch.ones(3), group=group, async_op=True)  # its peer never joins: gloo's thread waits its timeout out
-        del group
-        time.sleep(0.5)
-        blocked.set()
-    else:
-        connected = group._get_backend(torch.device("cpu"))  # kept: its end would end the other's wait
-        del group
-        blocked.wait()
-    groups.doom(None)
-    began = time.monotonic()
-    groups.rebuild(2, dist.PrefixStore("membership2", client), ())
-    took = time.monotonic() - began
-    dist.all_reduce(torch.ones(3))
-    longest, last, deadline = 0.0, time.monotonic(), time.monotonic() + 1.0
-    while last < deadline:
-        time.sleep(0.01)
-        now = time.monotonic()
-        longest, last = max(longest, now - last), now
-    if rank == 0:
-        print("took", took, "stood still", longest, flush=True)
-    else:
-        time.sleep(60)
-
-served = Rendezvous("127.0.0.1")
-peer = context.Process(target=build, args=(1, served.address), daemon=True)
-peer.start()
-build(0, served.address)
-"""
-
-
-def test_nobody_waits_for_the_end_of_groups_that_are_dropped() -> None:
-    """gloo joins a dropped group's threads, one of which still waits for a peer: neither the rebuild nor Python stand still meanwhile,
-    and a process that ends in its own way just then ends well."""
-    run = subprocess.run([sys.executable, "-c", DROPPED_WHILE_BLOCKED], cwd=ROOT, capture_output=True, text=True, timeout=150)
-    assert run.stdout.startswith("took "), run.stdout + run.stderr[-3000:]
-    assert run.returncode == 0, run.stderr[-3000:]
-    _, took, _, _, still = run.stdout.split()
-    assert float(took) < 2.5 and float(still) < 2.5, run.stdout
-
-
-HELD_BY_A_FRAME = """
-import multiprocessing, os, time
+#: Rank 0's gloo thread is in a collective that its peer never joins, and so waits its timeout out; STORY is what rank 0 does about it.
+BLOCKED = """
+import multiprocessing, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
@@ -206,40 +147,69 @@ def build(rank, address):
     groups.version = 1
     client = RendezvousStore(address, timedelta(seconds=60))
     groups.start_world("gloo", dist.PrefixStore("membership1", client), rank, [0, 1])
-    group = groups.create([0, 1], None, None, None)
+    groups.create([0, 1], None, None, None)
     met.wait()
-    if rank == 0:
-        del group
-        fail_and_recover(groups, client, groups._mine[0])
-    else:
-        connected = group._get_backend(torch.device("cpu"))  # kept: its end would end the other's wait
-        del group
-        blocked.wait()
-    if rank == 0:
-        return
+    return groups, client
+
+def block(group):
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    time.sleep(0.5)
+    blocked.set()
+    return work
+
+def rebuild(groups, client):
     groups.doom(None)
     groups.rebuild(2, dist.PrefixStore("membership2", client), ())
+
+def peer(address):
+    groups, client = build(1, address)
+    connected = groups._mine[0].group._get_backend(torch.device("cpu"))  # kept: its end would end the other's wait
+    blocked.wait()
+    rebuild(groups, client)
+    dist.all_reduce(torch.ones(3))
     time.sleep(60)
 
-def fail_and_recover(groups, client, made):
-    class Session:
-        version, halted = 1, True
-        control = None
+STORY
+
+served = Rendezvous("127.0.0.1")
+context.Process(target=peer, args=(served.address,), daemon=True).start()
+story(*build(0, served.address))
+"""
+
+DROPPED = """
+def story(groups, client):
+    block(groups._mine[0].group)
+    began = time.monotonic()
+    rebuild(groups, client)
+    took = time.monotonic() - began
+    dist.all_reduce(torch.ones(3))
+    longest, last, deadline = 0.0, time.monotonic(), time.monotonic() + 1.0
+    while last < deadline:
+        time.sleep(0.01)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    print("took", took, "stood still", longest, flush=True)
+"""
+
+HELD_BY_A_FRAME = """
+class Session:
+    halted = True
+
+class Plan:
+    generation, redo_sections = 0, True
+
+def story(groups, client):
     class Recovery:
         def recover(self, position):
-            groups.doom(None)
-            groups.rebuild(2, dist.PrefixStore("membership2", client), ())
+            rebuild(groups, client)
+            dist.all_reduce(torch.ones(3))
             time.sleep(0.5)  # for what lets the old groups go
             return Plan()
-    class Plan:
-        generation, redo_sections = 0, True
     def step(retry):
         if retry:
             return time.monotonic()
-        mine, works = made.group, []
-        works.append(dist.all_reduce(torch.ones(3), group=mine, async_op=True))  # its peer never joins: gloo's thread waits its timeout out
-        time.sleep(0.5)
-        blocked.set()
+        mine = groups._mine[0].group
+        work = block(mine)
         try:
             raise RuntimeError("Connection closed by peer")
         except RuntimeError:
@@ -248,21 +218,29 @@ def fail_and_recover(groups, client, made):
     loop._calls.append(StepCall(0, (), {}, {}, False))
     began = time.monotonic()
     print("took", loop._drive(lambda: None, step) - began, flush=True)
-
-served = Rendezvous("127.0.0.1")
-peer = context.Process(target=build, args=(1, served.address), daemon=True)
-peer.start()
-build(0, served.address)
 """
+
+
+def while_blocked(story: str) -> list[str]:
+    """Run a story; returns the words that it has printed. It ends in its own way, and well."""
+    run = subprocess.run([sys.executable, "-c", BLOCKED.replace("STORY", story)], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert run.stdout.startswith("took "), run.stdout + run.stderr[-3000:]
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout.split()
+
+
+def test_nobody_waits_for_the_end_of_groups_that_are_dropped() -> None:
+    """gloo joins a dropped group's threads, one of which still waits for a peer: neither the rebuild nor Python stand still meanwhile,
+    and a process that ends in its own way just then ends well."""
+    _, took, _, _, still = while_blocked(DROPPED)
+    assert float(took) < 2.5 and float(still) < 2.5, (took, still)
 
 
 def test_the_training_thread_does_not_wait_for_a_group_that_the_failed_step_still_held() -> None:
     """Its frames are the exception's, and live until the recovery is over: their end would be the end of the old group, and that of the
     group a wait for gloo's thread in it. Seen as a rank that answered no halt for two minutes."""
-    run = subprocess.run([sys.executable, "-c", HELD_BY_A_FRAME], cwd=ROOT, capture_output=True, text=True, timeout=150)
-    assert run.stdout.startswith("took "), run.stdout + run.stderr[-3000:]
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert float(run.stdout.split()[1]) < 2.5, run.stdout
+    _, took = while_blocked(HELD_BY_A_FRAME)
+    assert float(took) < 2.5, took
 
 
 HALTED_IN_REDUCE_SCATTER = """

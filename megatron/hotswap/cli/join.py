@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from ..coordinator.job_file import read_command, read_job
 from ..environment import AgentEnvironment, slurm_task
 from ..errors import UsageError
-from ..slurm.layout import Layout, gpus_of, tasks_per_node
+from ..slurm.layout import Layout, gpu_variables, place_of, tasks_per_node
 from .client import call
 
 
@@ -45,7 +46,5 @@ def _place(coordinator: str, run_id: str, workers: int, node: str | None) -> tup
     if task is None:
         return AgentEnvironment(coordinator, run_id, node or socket.gethostname(), workers), {}
     layout = Layout((task.node,), (), tasks_per_node(task), workers)
-    host = task.node if layout.tasks_per_node > 1 else ""
-    gpus = gpus_of(task, layout)
-    variables = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    return AgentEnvironment(coordinator, run_id, node or layout.agent(task), workers, host=host), variables
+    place = place_of(task, layout, coordinator, run_id)
+    return replace(place, node=node or place.node), gpu_variables(task, layout)

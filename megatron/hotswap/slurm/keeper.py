@@ -29,8 +29,9 @@ from ..replication.transports import protection
 from ..security import files as credentials
 from ..security.authority import issue
 from .batch_script import answer_for_batch_script
+from .layout import gpu_variables, place_of
 from .run_files import forget_refusal, is_of_life, life, refuse, write_layout
-from .task import REQUEUE, Started, gpu_variables, place_of, wait_for_job
+from .task import REQUEUE, Started, wait_for_job
 
 _POLL_S = 0.1
 #: A coordinator that dies so often in this time has a fault that starting it again does not mend.
@@ -171,7 +172,8 @@ class _Children:
 
     def start_agent(self, job: Job) -> None:
         """This node's own."""
-        environment = {**place_of(self._started, job).export(), **gpu_variables(self._started)}
+        task, layout = self._started.task, self._started.layout
+        environment = {**place_of(task, layout, job.coordinator, job.run_id).export(), **gpu_variables(task, layout)}
         self._agent = _child("-m", "megatron.hotswap", *self._started.command, environment=environment)
 
     def until_over(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..environment import SlurmTask
+from ..environment import AgentEnvironment, SlurmTask
 from ..errors import UsageError
 from ..host_list import expand_counts, expand_hosts
 
@@ -46,6 +46,12 @@ class Layout:
     def agent(self, task: SlurmTask) -> str:
         """The name of a task's agent."""
         return self.agents(task.node)[task.local_index]
+
+
+def place_of(task: SlurmTask, layout: Layout, coordinator: str, run_id: str) -> AgentEnvironment:
+    """The place in the job of the agent that a task becomes."""
+    host = task.node if layout.tasks_per_node > 1 else ""
+    return AgentEnvironment(coordinator, run_id, layout.agent(task), layout.ranks_per_task, host=host)
 
 
 def work_out(task: SlurmTask, spares: int, ranks_per_node: int | None, replicas: int) -> Layout:
@@ -106,6 +112,12 @@ def _ranks_per_node(task: SlurmTask, tasks: int, wanted: int | None) -> int:
             f"--ntasks-per-node={max(ranks, 1)}, or another --hot-swap-ranks-per-node"
         )
     return ranks
+
+
+def gpu_variables(task: SlurmTask, layout: Layout) -> dict[str, str]:
+    """What a task's workers are told of GPUs, where several tasks see the same ones."""
+    gpus = gpus_of(task, layout)
+    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def gpus_of(task: SlurmTask, layout: Layout) -> Sequence[str] | None:

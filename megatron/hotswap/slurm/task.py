@@ -13,9 +13,9 @@ from ..agent.main import run_agent
 from ..config import HotSwapConfig, parse
 from ..coordinator.job_file import Job, read_job
 from ..coordinator.stores import JOURNAL
-from ..environment import AgentEnvironment, SlurmTask
+from ..environment import SlurmTask
 from ..errors import UsageError
-from .layout import Layout, gpus_of, work_out
+from .layout import Layout, gpu_variables, place_of, work_out
 from .run_files import is_of_life, read_layout, refusal, refuse, split_run_dir, with_run_dir
 
 #: A large job's tasks do not start at once, and the coordinator's imports take their time on a busy file system.
@@ -88,20 +88,9 @@ def make_run_dir(run_dir: Path) -> None:
 
 def be_agent(started: Started, job: Job) -> int:
     """Until the job is over; returns the exit code."""
-    return run_agent(started.config, started.command, gpu_variables(started), place_of(started, job))
-
-
-def place_of(started: Started, job: Job) -> AgentEnvironment:
-    """This task's place in the job."""
     task, layout = started.task, started.layout
-    host = task.node if layout.tasks_per_node > 1 else ""
-    return AgentEnvironment(job.coordinator, job.run_id, layout.agent(task), layout.ranks_per_task, host=host)
-
-
-def gpu_variables(started: Started) -> dict[str, str]:
-    """What a task's workers are told of GPUs, where several tasks see the same ones."""
-    gpus = gpus_of(started.task, started.layout)
-    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    place = place_of(task, layout, job.coordinator, job.run_id)
+    return run_agent(started.config, started.command, gpu_variables(task, layout), place)
 
 
 def wait_for_job(run_dir: Path, task: SlurmTask, limit_s: float = _WAIT_FOR_JOB_S) -> Job | None:
