@@ -79,12 +79,23 @@ def end_children(variable: str, own: Collection[int] = (), within_s: float = mat
         for pid in left if time.monotonic() > tracked_until else left - trackers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        dying = {pid for pid in dying | left if not _reaped(pid)}
+        gone = {pid for pid in dying | left if _reaped(pid)}
+        for pid in gone:
+            remove_shared_memory(pid)
+        dying = (dying | left) - gone
         if not left and not dying:
             return True
         if time.monotonic() > deadline:
             return False
         time.sleep(_END_CHECK_S)
+
+
+def remove_shared_memory(pid: int) -> None:
+    """Of a process that is gone: torch names shared memory after its maker, and takes the name away at once. One that was killed in
+    between has not."""
+    for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        with contextlib.suppress(OSError):  # another user's
+            path.unlink()
 
 
 def _reaped(pid: int) -> bool:

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.timeout(1200)
 BACKGROUND = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 
 
-def named_semaphores() -> set[str]:
-    """Those of Python's multiprocessing."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("sem.mp-")}
+def named_memory() -> set[str]:
+    """The semaphores of Python's multiprocessing, and what torch had made and not unlinked yet when it was killed."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("sem.mp-", "torch_"))}
 
 
 def test_a_checkpoint_that_is_being_written_when_a_node_dies_is_written_again(tmp_path: Path, undisturbed: Path) -> None:
@@ -25,9 +25,9 @@ def test_a_checkpoint_that_is_being_written_when_a_node_dies_is_written_again(tm
     save = tmp_path / "checkpoints"
     command = argv(BY_TWO, last, save, BACKGROUND, checkpoint_format="torch_dist")
     faults = [Scheduled("kill", "node", 3, EVERY + 1, "forward"), Scheduled("kill", "node", 0, 2 * EVERY, "save")]
-    before = named_semaphores()
+    before = named_memory()
     first = run_job(BY_TWO, tmp_path / "first", command, spares=1, faults=faults)
-    for name in named_semaphores() - before:  # a node that is killed takes nothing away any more, nor does Python's tracker on it
+    for name in named_memory() - before:  # a node that is killed takes nothing away any more, nor does Python's tracker on it
         Path("/dev/shm", name).unlink()
     assert first["exit_code"] == 0, first["ended"]
     assert [r["kind"] for r in first["recoveries"]] == ["swap", "swap"]

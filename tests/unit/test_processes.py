@@ -9,6 +9,8 @@ import time
 import psutil
 import pytest
 
+from megatron.hotswap.processes import remove_shared_memory
+
 _CHILD = "import sys; from megatron.hotswap.processes import die_with_parent as d; d(int(sys.argv[1])); print('lives', flush=True); input()"
 #: A parent that starts a child as an agent starts a worker, and tells its own process id.
 _PARENT = f"""
@@ -83,6 +85,36 @@ print(os.path.exists("/dev/shm/sem." + name.lstrip("/")), flush=True)
 def test_what_a_dead_process_leaves_ends_and_its_named_semaphores_go():
     done = subprocess.run([sys.executable, "-c", _KEEPER], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout == "False\n", done.stdout + done.stderr
+
+
+_LEAVES_SHARED_MEMORY = """
+import os, signal, sys
+open(f"/dev/shm/torch_{os.getpid()}_1_0", "w").close()
+print(os.getpid(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_shared_memory_that_torch_was_killed_with_before_it_had_taken_the_name_away_goes():
+    """Of a child that is ended, and of the process itself; another one's stays."""
+    program = f"""
+import os, subprocess, sys
+from megatron.hotswap.processes import adopt_orphans, end_children
+adopt_orphans()
+parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=False)"
+subprocess.run([sys.executable, "-c", parent, {_LEAVES_SHARED_MEMORY!r}], env={{**os.environ, "LEAVER": "2"}}, check=False)
+child = subprocess.Popen([sys.executable, "-c", {_LEAVES_SHARED_MEMORY!r}.replace("os.kill(os.getpid(), signal.SIGKILL)", "input()")],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={{**os.environ, "LEAVER": "1"}})
+pid = child.stdout.readline().strip()
+end_children("LEAVER=1")
+print([name for name in os.listdir("/dev/shm") if name == f"torch_{{pid}}_1_0"], flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    other, left = done.stdout.splitlines()
+    path = f"/dev/shm/torch_{other}_1_0"
+    assert left == "[]" and os.path.exists(path), done.stderr
+    remove_shared_memory(int(other))
+    assert not os.path.exists(path)
 
 
 _ENDS_WHILE_THREADS_ARE_IN_THE_ENGINE = """

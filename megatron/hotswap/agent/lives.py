@@ -10,7 +10,7 @@ from typing import Any
 
 from ..control.messages import Progress
 from ..errors import Malformed
-from ..processes import STACKS_SIGNAL, end_children
+from ..processes import STACKS_SIGNAL, end_children, remove_shared_memory
 from ..snapshot.slots import Word
 from . import local
 from .worker_process import WorkerProcess
@@ -122,6 +122,8 @@ class Lives:
         self._link_closed(worker, process)
 
     def _end_orphans(self, worker: WorkerProcess) -> None:
+        """What a worker's process that has ended leaves behind."""
+        remove_shared_memory(worker.process.pid)
         end_children(f"DEADPOOL_WORKER={worker.index}", own={w.process.pid for w in self.workers})
 
     def _receive(self, worker: WorkerProcess) -> bool:
