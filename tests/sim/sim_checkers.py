@@ -250,7 +250,7 @@ class Checkers:
             # One may have become whole the moment before its agent was halted; the next start finds it all the same.
             require(control.durable_generation in whole, "durable", f"{whole} are whole; said: {control.exit_reason}")
             require(f"generation {control.durable_generation} is durable" in control.exit_reason, "durable", control.exit_reason)
-            if "no memory has anything" not in control.exit_reason and not self.world.rotted:
+            if "no memory has anything" not in control.exit_reason and not self.world.rotted and self._some_stayed():
                 one_before = self.history[-2] if len(self.history) > 1 else 0
                 require(max(whole) >= one_before, "durable", f"{max(whole)} is on disk, committed were {self.history}")
 
@@ -291,6 +291,12 @@ class Checkers:
             require(not few or not self.committed, "guarantee 3", f"the loss of {lost} alone ended the job: {control.exit_reason}")
             common = self._held_by_all(living)
             require(not common, "ending", f"the job gave up although generations {sorted(common)} are still held for every rank")
+
+    def _some_stayed(self) -> bool:
+        """Whether a node is left that was there when the newest generation was committed. One that leaves has what it had when it left."""
+        agents = self.world.control.agents
+        committing = self.memberships[max(self.committed)].members if self.committed else ()
+        return any(x.incarnation in agents and not agents[x.incarnation].leaving for x in committing)
 
     def _held_by_all(self, agents: list[Any]) -> set[int]:
         control = self.world.control

@@ -81,13 +81,14 @@ class Health(Recovering):
         return [*lost, *recovery, *asked, *self._quarantine_news(now)]
 
     def _stock_or_left(self, incarnation: str, event: m.Stock, now: float) -> list[Decision]:
-        """At the last rung what everyone could write; from a node that leaves, what its dead processes have left in its slots."""
+        """At the last rung what everyone could write; from a node that leaves, what its dead processes have left in its slots. It may come
+        when the plan is made already: the next plan needs it if a copy turns out to be damaged, and nobody asks twice."""
         agent = self.agents[incarnation]
         if not agent.leaving or self._at_the_last_rung:
             return self._stock(incarnation, event, now)
         agent.left |= {rank: generations for rank, generations in event.snapshots.items() if rank in agent.left_dead}
         agent.left |= dict.fromkeys(agent.left_dead - event.snapshots.keys(), ())
-        return self._try_plan(now)
+        return self._try_plan(now) if self.phase is Phase.HALTING else []
 
     def _reset(self, blamed: Collection[int], evidence: str, heard: float, now: float) -> list[Decision]:
         """Rung 1; or 3, if resets have pointed to one node again and again. `blamed` are the ranks that stand out, if not all do."""

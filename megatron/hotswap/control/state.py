@@ -297,7 +297,7 @@ _TRANSITIONS: dict[tuple[Phase, type], _Handler] = {
     **{(p, m.SnapshotWritten): Control._snapshot_written for p in _STARTED},
     **{(p, m.WriteFailed): Control._write_failed for p in _STARTED},
     **{(p, m.GenerationWhole): Control._generation_whole for p in _STARTED},
-    (Phase.HALTING, m.Stock): Control._stock_or_left,
+    **{(p, m.Stock): Control._stock_or_left for p in _STARTED},
     (Phase.LOADING, m.Loaded): Control._loaded,
     (Phase.HALTING, m.HaltReport): Control._halt_report,
     (Phase.HALTING, m.ReplicaReport): Control._replica_report,
