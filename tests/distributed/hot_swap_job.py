@@ -141,10 +141,11 @@ def run_job(
     *,
     spares: int = 0,
     faults: Sequence[Scheduled] = (),
+    path: Sequence[Path] = (),
     **launch: Any,
 ) -> dict[str, Any]:
-    """Run a job to its end; returns its summary. A killed node comes back as the next spare."""
-    os.environ["PYTHONPATH"] = str(ROOT)
+    """Run a job to its end; returns its summary. A killed node comes back as the next spare. `path` is where modules are found as well."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, *path]))
     callbacks = {name: launch.pop(name) for name in ("show", "started") if name in launch}
     job = Launch(
         case.nodes,

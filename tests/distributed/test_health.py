@@ -1,4 +1,5 @@
-"""A node whose health command begins to fail is replaced while it lives, and stays away until it is released (docs/verdicts.md)."""
+"""A node whose health command begins to fail, or one of whose GPUs, is replaced while it lives, and stays away until it is released
+(docs/verdicts.md)."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ CASE = GridCase("dp2", 2, 1, "--use-distributed-optimizer")
 class Operator:
     """Breaks node1 once the job trains; once it has been refused, mends it and releases it."""
 
-    def __init__(self, folder: Path, run_dir: Path) -> None:
+    def __init__(self, folder: Path, run_dir: Path, says: str) -> None:
         self.sick = folder / "sick-node1"
+        self._says = says
         self._run_dir = run_dir
         self.release: subprocess.Popen[str] | None = None
 
@@ -35,18 +37,32 @@ class Operator:
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             self.release = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         elif coordinator.control.newest_step > 5 and self.release is None:
-            self.sick.write_text("a fan has stopped\n")
+            self.sick.write_text(self._says)
 
 
-def test_a_node_whose_health_command_fails_is_replaced_quarantined_and_released(tmp_path: Path) -> None:
+#: What watches, what a file of the node says to it, what that is in words, and what is warned of and no more.
+COMMAND = ("command", "a fan has stopped\n", "its health command fails: a fan has stopped (exit code 1)")
+DEVICE = ("device", "79", "a device fails: GPU 1: Xid 79, the GPU has fallen off the bus")
+FULL = os.environ.get("DEADPOOL_FULL_MATRIX") == "1"
+
+
+@pytest.mark.parametrize(("by", "says", "why"), [COMMAND, *([DEVICE] if FULL else [])], ids=["command", *(["device"] if FULL else [])])
+def test_a_node_that_is_not_fit_is_replaced_quarantined_and_released(
+    by: str, says: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is one of a stand-in for NVML, of which only make test-all has a job."""
     run_dir = tmp_path / "disturbed"
-    operator = Operator(tmp_path, run_dir)
-    health = f"! cat {tmp_path}/sick-$DEADPOOL_NODE 2>/dev/null"
-    command = [*argv(CASE, ITERATIONS, None), "--hot-swap-health-command", health, "--hot-swap-health-interval-s", "0.2"]
-    summary = run_job(CASE, run_dir, command, spares=1, return_lost_nodes_after_s=0.0, show=operator)
+    operator = Operator(tmp_path, run_dir, says)
+    command, path = argv(CASE, ITERATIONS, None), []
+    if by == "command":
+        health = f"! cat {tmp_path}/sick-$DEADPOOL_NODE 2>/dev/null"
+        command += ["--hot-swap-health-command", health, "--hot-swap-health-interval-s", "0.2"]
+    else:
+        monkeypatch.setenv("XIDS", str(tmp_path))
+        path = [Path(__file__).parent / "nvml_stand_in"]
+    summary = run_job(CASE, run_dir, command, spares=1, return_lost_nodes_after_s=0.0, show=operator, path=path)
     assert summary["exit_code"] == 0, summary["ended"]
     (recovery,) = summary["recoveries"]
-    why = "its health command fails: a fan has stopped (exit code 1)"
     assert (recovery["kind"], recovery["nodes_lost"], recovery["evidence"]) == ("swap", ["node1"], [why])
     assert recovery["steps_rerun"] <= 1
 

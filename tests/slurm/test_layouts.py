@@ -37,16 +37,17 @@ JOIN = (sys.executable, "-m", "megatron.hotswap.cli.main", "join", "--run-dir")
 
 def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
     """Two tasks on each node are two agents of one failure domain: both are lost with their node, and two take over: of a node that another
-    job of Slurm's has brought, since on the spare is the coordinator."""
+    job of Slurm's has brought, since on the spare is the coordinator. The lost node is drained at the end."""
     words = command(150, tmp_path / "job" / "save", "--tensor-model-parallel-size 2")
-    job = submit(lab, tmp_path / "job", batch(words, 2, 1, 1, ranks_per_node=2, tasks_per_node=2).text(), "--nodelist=n1,n2,n3")
+    script = batch(words, 2, 1, 1, ranks_per_node=2, tasks_per_node=2, drain=True).text()
+    job = submit(lab, tmp_path / "job", script, "--nodelist=n1,n2,n3")
     with attended(lab, job, "n2"):
         start = until("training", lambda: job.events("start"), _STARTS_WITHIN_S)[0]
         assert start["nodes"] == ["n1.0", "n1.1", "n2.0", "n2.1"] and start["spares"] == ["n3.0", "n3.1"]
         hosts = [name.split(".")[0] for name in start["nodes"]]
         assert all(hosts[h] != hosts[rank] for rank, held_by in enumerate(start["holders"]) for h in held_by)
-        script = "#!/bin/sh\nsrun " + shlex.join([*JOIN, str(job.run_dir)])
-        other = submit(lab, tmp_path / "other", script, "--nodelist=n4", "--ntasks-per-node=2")
+        joins = "#!/bin/sh\nsrun " + shlex.join([*JOIN, str(job.run_dir)])
+        other = submit(lab, tmp_path / "other", joins, "--nodelist=n4", "--ntasks-per-node=2")
         try:
             until("two more spares", lambda: {"n4.0", "n4.1"} <= {e["node"] for e in job.events("spare")}, _STARTS_WITHIN_S)
             lab.crash("n2")
@@ -54,11 +55,14 @@ def test_one_task_for_each_rank(lab: Lab, tmp_path: Path) -> None:
             assert sorted(e["node"] for e in job.events("assign")) == ["n4.0", "n4.1"]
             until("the end", lambda: job.state() not in ("RUNNING", "COMPLETING"), _STARTS_WITHIN_S)
             assert job.state() == "COMPLETED" and len(job.steps()) == 150
+            assert "DRAIN" in lab.state("n2") and "DRAIN" not in lab.state("n1")
+            assert f"Reason=deadpool: lost by job {job.number}" in lab.run("scontrol", "-o", "show", "node", "n2")
             until("its end too", lambda: other.state() not in ("RUNNING", "COMPLETING"))
             assert (other.state(), other.facts()["ExitCode"]) == ("COMPLETED", "0:0")
         finally:
             print(other.told())
             lab.run("scancel", other.number, check=False)
+            lab.run("scontrol", "update", "NodeName=n2", "State=RESUME", check=False)
 
 
 @contextlib.contextmanager
