@@ -14,6 +14,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tools" / "slurm_lab")
 
 from lab import Lab, Settings, missing  # noqa: E402 - from the folder named above
 
+from megatron.hotswap.agent import scratch  # noqa: E402
+
 NODES = 7
 
 
@@ -29,3 +31,4 @@ def lab() -> Iterator[Lab]:
         yield cluster
     finally:
         cluster.stop(clean=True)
+        scratch.sweep()  # of nodes that were killed whole: on a cluster the next agent there does it
