@@ -75,10 +75,12 @@ class Story:
         failures: str = "3",
         on_failure: Literal["swap", "restart"] = "swap",
         last: str = "",
+        checkpoints: str = "",
     ) -> None:
         """The job's shape. Leases of 3 s, halts of 30 s, resumes of 120 s, spares are waited for 60 s. `save` is where durable generations
         go, `durable` those that it goes on from: GENERATION,GENERATION. `window` is that of respawns, `failures` of a node put it into
-        quarantine. `on_failure`: what follows a loss. `last`: the spare that is taken last."""
+        quarantine. `on_failure`: what follows a loss. `last`: the spare that is taken last. `checkpoints`: where
+        Megatron's own are."""
         grid = Grid(int(nodes) * int(per_node), int(tensor))
         shape = {"world-size": grid.world_size}
         begin = tuple(DurableFolder(f"folder{g}", int(g), "run-0", tuple(shape.items())) for g in durable.split(",") if g)
@@ -93,7 +95,7 @@ class Story:
                 interval=int(interval),
                 respawn_window_s=float(window),
                 quarantine_failures=int(failures),
-                durable=Durable(save, shape, begin=begin) if save else None,
+                durable=Durable(save, shape, begin=begin, checkpoints=checkpoints) if save else None,
                 on_failure=on_failure,
                 taken_last=(last,) if last else (),
             )

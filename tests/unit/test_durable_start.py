@@ -51,6 +51,26 @@ def test_a_base_model_that_is_finetuned_says_nothing_of_this_jobs_steps(tmp_path
     assert [x.generation for x in control(tmp_path, f"--load {tmp_path}/base --finetune").durable.begin] == [40]
 
 
+@pytest.mark.parametrize(
+    ("more", "there"),
+    [
+        ("--load {save} --save-interval 10", True),
+        ("--load {save}/../save --save-interval 10", True),
+        ("--load {save}", False),
+        ("--save-interval 10", False),
+        ("--load {save}/../base --save-interval 10", False),
+        ("--load {save} --save-interval 10 --finetune", False),
+    ],
+)
+def test_a_command_that_loads_where_it_saves_goes_on_from_megatrons_checkpoints(tmp_path, more, there):
+    save_with(tmp_path, tracker=20)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/latest_checkpointed_iteration.txt").write_text("9")
+    begun = control(tmp_path, more.format(save=tmp_path / "save")).durable
+    assert begun.checkpoints == (str(tmp_path / "save") if there else "")
+    assert ("ends with code 1; with --save-interval and --load DIR" in "".join(describe(begun))) is not there
+
+
 def test_without_save_there_is_nowhere_to_write_and_that_is_said(tmp_path):
     assert prepare(launch(tmp_path)).durable is None
     assert "has nowhere to write" in describe(None)[0]
@@ -68,7 +88,7 @@ def test_a_damaged_manifest_is_said_and_the_older_generation_taken(tmp_path):
     (newest / manifest.MANIFEST).write_text("{}")
     begun = control(tmp_path).durable
     assert [x.generation for x in begun.begin] == [30]
-    assert "cannot be used" in describe(begun)[1] and newest.name in describe(begun)[1]
+    assert "cannot be used" in describe(begun)[2] and newest.name in describe(begun)[2]
     (sorted(root.iterdir())[0] / manifest.MANIFEST).write_text("{}")
     with pytest.raises(UsageError, match="a durable generation is damaged, and there is no other"):
         control(tmp_path)

@@ -297,27 +297,29 @@ class Agent:
         """Fetch what is missing, tell the workers the plan, then restore redundancy behind their back."""
         await self._replicator.settled()
         mine = [w for w in self._workers if w.rank is not None]
-        await asyncio.gather(*(self._prepare(w, plan) for w in mine))
+        prepared = await asyncio.gather(*(self._prepare(w, plan) for w in mine))
         self._replicas.go_back(plan.generation)
         self._replicas.frozen = False
-        for worker in mine:
+        for worker in (w for w, is_prepared in zip(mine, prepared, strict=True) if is_prepared):
             self._replicator.begin(worker, plan.membership, plan.generation, keep=plan.generation)
 
-    async def _prepare(self, worker: WorkerProcess, plan: m.Resume) -> None:
+    async def _prepare(self, worker: WorkerProcess, plan: m.Resume) -> bool:
+        """Have the plan's generation in the worker's slots, and tell it the plan. False: there was no undamaged copy, which is said; then
+        this plan is given up by the coordinator, and there is nothing to send to others."""
         rank = worker.rank
         assert rank is not None
         fetched, slot = 0, None
         if rank in plan.sources:
             found = await self._replicator.fetch(worker, plan, lambda h, size: self._reserve_own(worker, h, size))
             if found is None:
-                return
+                return False
             slot, header = found
             fetched = header.metadata_bytes + header.payload_bytes
             worker.adopt(slot, header)
         elif rank in plan.replaced:
             slot = await self._kept(worker, rank, plan)
             if slot is None:
-                return
+                return False
         for later in [s for s, g in worker.generations.items() if g > plan.generation]:
             worker.empty(later)
         self._replicator.go_back(rank, plan.generation)
@@ -327,6 +329,7 @@ class Agent:
         worker.control.set(Word.VOID, 0)  # what was skipped in the membership before may be taken in this one
         order = local.Plan(plan.membership.version, plan.generation, plan.store, plan.redo_sections, fetched, slot, plan.replaced)
         self._tell(worker, order)
+        return True
 
     async def _kept(self, worker: WorkerProcess, rank: int, plan: m.Resume) -> int | None:
         """The slot in which the process before this one has left the plan's generation, undamaged (guarantee 6). None: it is damaged,

@@ -66,6 +66,7 @@ def megatron_flags(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", nargs="*", default=[])
     parser.add_argument("--load")
     parser.add_argument("--save")
+    parser.add_argument("--save-interval", "--persistent-save-interval", type=int)
     parser.add_argument("--use-checkpoint-args", action="store_true")
     parser.add_argument("--finetune", action="store_true")
     args, _ = parser.parse_known_args(list(argv))

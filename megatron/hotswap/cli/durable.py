@@ -46,7 +46,14 @@ def durable_of(argv: Sequence[str], world_size: int, keep: int) -> Durable | Non
                 f"{root / other.folder} is of another course of training than the one that begins now, and could not be set aside: "
                 f"{failure}; move it away, or give another --save"
             ) from failure
-    return Durable(str(root), shape, keep, begin.load, tuple(refused))
+    return Durable(str(root), shape, keep, begin.load, tuple(refused), _checkpoints(flags))
+
+
+def _checkpoints(flags: argparse.Namespace) -> str:
+    """Where Megatron saves now and then, if that is where this command, started again, loads from."""
+    save = Path(flags.save).resolve()
+    loads = flags.save_interval and flags.load is not None and not flags.finetune and Path(flags.load).resolve() == save
+    return str(save) if loads else ""
 
 
 def _beginning(flags: argparse.Namespace, root: Path, shape: dict[str, int]) -> tuple[Beginning, list[str]]:
@@ -89,6 +96,11 @@ def describe(settings: Durable | None) -> list[str]:
         f"  where no spare comes in time, the newest generation goes to {settings.root} (the newest {settings.keep} are kept), and the job "
         "ends with code 75"
     ]
+    if not settings.checkpoints:
+        lines.append(
+            "  where a rank is lost with all its copies, the job ends with code 1; with --save-interval and --load DIR, DIR being that of "
+            "--save, it ends with code 75, and the same command goes on from Megatron's newest checkpoint"
+        )
     lines += [f"  cannot be used: {refused}" for refused in settings.refused]
     if settings.begin:
         first = settings.begin[0]

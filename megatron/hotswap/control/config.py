@@ -20,6 +20,7 @@ class Durable:
     keep: int = 2  # whole generations
     begin: tuple[DurableFolder, ...] = ()  # what to load at start: the first one that is undamaged
     refused: tuple[str, ...] = ()  # what is there and cannot be used, in words
+    checkpoints: str = ""  # where Megatron saves, if the same command also loads from there
 
 
 @dataclass(frozen=True)

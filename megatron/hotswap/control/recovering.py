@@ -289,7 +289,7 @@ class Recovering(Saves):
             if now > self.spare_deadline_s:
                 text = f"ranks {vacant} have no spare, and none came in {self.config.wait_for_spare_s:g} s"
                 return self._last_rung(Ending(75, text, for_want_of_spares=True), now)
-            return []
+            return self._wait_only_with_hope(vacant, now)
         # Thousands of reports are taken one by one: whether one is missing must not cost as many looks for each.
         if len(self.halt_reports) < len(self.membership.members):
             return []
@@ -300,17 +300,34 @@ class Recovering(Saves):
         if any(self._unreported()) or self._vacant():
             return []
         choice = plan.choose(*self._held())
-        if isinstance(choice, str) and (asked := self._ask_leaving(now)) is not None:
-            return asked
-        if isinstance(choice, str) and self.durable_generation >= 0:
-            return self._end_durable(Ending(75, f"no memory has anything to go back to: {choice}"))
         if isinstance(choice, str):
-            return self._end(1, f"nothing to go back to: {choice}")
+            return self._nothing_held(choice, now)
         if self._store() is None:
             first = self.membership.members[0]
             why = "no rank has a state, and no process is known to serve an unused store for their rendezvous"
             return self._lose({}, now, {(first.incarnation, first.worker): why})
         return self._resume(choice, now)
+
+    def _wait_only_with_hope(self, vacant: list[int], now: float) -> list[Decision]:
+        """No spare is there for these ranks. If no memory has what they need, one that comes could not help: the job ends at once. Looked
+        at once in a membership, when all that live have told what they have, and nobody can come back who has more."""
+        assert self.membership is not None and self.recovery is not None
+        members, recovery = self.membership.members, self.recovery
+        gone = all(i in self.fenced or i in self.agents for i in (members[rank].incarnation for rank in vacant))
+        told = len(self.halt_reports) + len(vacant) == len(members) and not any(self._unreported())
+        if not gone or not told or recovery.hoped_in == self.version or self._at_the_last_rung:
+            return []
+        choice = plan.choose(*self._held())
+        if isinstance(choice, str):
+            return self._nothing_held(choice, now)
+        recovery.hoped_in = self.version
+        return []
+
+    def _nothing_held(self, why: str, now: float) -> list[Decision]:
+        """The living have no generation in common: the end, unless a node that leaves has not told yet what it has."""
+        if (asked := self._ask_leaving(now)) is not None:
+            return asked
+        return self._end_elsewhere("", why)
 
     def _ask_leaving(self, now: float) -> list[Decision] | None:
         """The slots of a node that leaves may have what nobody else has: wait for its workers to tell, then ask its agent what those that
@@ -327,11 +344,14 @@ class Recovering(Saves):
         return [Send(i, m.TakeStock(self.version)) for i in unasked]
 
     def _held(self) -> tuple[list[plan.Holdings], dict[int, dict[int, list[str]]]]:
-        """What every rank and every holder has said to have, less what is known to be damaged: as plan.choose wants it."""
+        """What every rank and every holder has said to have, less what is known to be damaged: as plan.choose wants it. A rank that is
+        vacant has nothing of its own."""
         assert self.membership is not None
         holdings = [
             plan.Holdings(r.done, r.between_steps, self._usable(member.incarnation, rank, r.own))
-            for (rank, r), member in zip(sorted(self.halt_reports.items()), self.membership.members, strict=True)
+            if (r := self.halt_reports.get(rank)) is not None
+            else plan.Holdings()
+            for rank, member in enumerate(self.membership.members)
         ]
         replicas: dict[int, dict[int, list[str]]] = {}
         leaving = [(i, agent.left) for i, agent in self.agents.items() if agent.leaving]

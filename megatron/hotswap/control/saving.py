@@ -105,12 +105,12 @@ class Saves(Job):
         }
         own = {rank: x.incarnation for rank, x in enumerate(self.membership.members)}
         choice = plan.choose_to_write(len(own), stock, own, saving.failed_at)
+        if isinstance(choice, str) and saving.ending.code == 75:
+            return self._end_elsewhere(f"{saving.ending.reason}; ", choice)
         if isinstance(choice, str) and self.durable_generation >= 0:
-            reason = f"{saving.ending.reason}; no memory has anything to write: {choice}"
-            return self._end_durable(replace(saving.ending, reason=reason))
+            return self._end_durable(replace(saving.ending, reason=f"{saving.ending.reason}; nothing was written: {choice}"))
         if isinstance(choice, str):
-            reason = f"nothing to go back to: {choice}" if saving.ending.code == 75 else f"nothing was written: {choice}"
-            return self._end(1, f"{saving.ending.reason}; {reason}", saving.ending.failed)
+            return self._end(1, f"{saving.ending.reason}; nothing was written: {choice}", saving.ending.failed)
         if choice.generation <= self.durable_generation:
             return self._end_durable(saving.ending)
         return self._write(choice.generation, choice.by, f"; {choice.reason}")
@@ -167,6 +167,16 @@ class Saves(Job):
             self.saving = None
             return [log]
         return [log, *(self._saving_unneeded() or self._end_durable(saving.ending))]
+
+    def _end_elsewhere(self, begin: str, why: str) -> list[Decision]:
+        """The job ends since no memory has what it could go on from. Code 75 if a file has it: what is durable, or a checkpoint."""
+        durable = self.config.durable
+        reason = f"{begin}no memory has anything to go back to: {why}"
+        if self.durable_generation >= 0:
+            return self._end_durable(Ending(75, reason))
+        if durable is not None and durable.checkpoints:
+            return self._end(75, f"{reason}; the same command goes on from Megatron's newest checkpoint in {durable.checkpoints}")
+        return self._end(1, f"{begin}nothing to go back to: {why}")
 
     def _end_durable(self, ending: Ending) -> list[Decision]:
         """The job ends, and goes on from its newest durable generation when it is started again."""

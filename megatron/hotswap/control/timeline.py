@@ -30,6 +30,7 @@ class Recovery:
     generation: int | None = None
     attempts: int = 0
     timeouts: int = 0  # of resuming, in a row
+    hoped_in: int = 0  # the membership in which it was last seen that a spare, if one came, could go on
     restart: bool = False  # of the whole job, from a checkpoint (restarting.py)
 
     def once_more(self, lost: list[str], evidence: list[str], down: Mapping[int, str]) -> Recovery:
