@@ -6,6 +6,7 @@ before v and is not the base; *committed* under v is a generation whose own snap
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -68,7 +69,7 @@ class Checkers:
             ending = control.exit_code is not None or control._at_the_last_rung
             require(ending, "ladder", f"step {event.step}: {event.text} came again, and the job goes on")
         elif self.peak > self.base[min(self.base)] and control.exit_code is not None:
-            loop = "and was never completed" in control.exit_reason  # on_end judges it
+            loop = "never completed, so it is not the nodes" in control.exit_reason  # on_end judges it
             require(loop or "failed in step" not in control.exit_reason, "ladder", f"one error ended the job: {control.exit_reason}")
         self.program_errors[which] = event.rank, event.version
 
@@ -277,8 +278,8 @@ class Checkers:
         else:
             if "failed in step" in control.exit_reason:  # on_program_error has judged it
                 return
-            if "and was never completed" in control.exit_reason:  # the loop breaker
-                step = int(control.exit_reason.split("step ", 1)[1].split()[0])
+            if found := re.match(r"steps? (\d+).*never completed, so it is not the nodes", control.exit_reason):
+                step = int(found[1])  # of the loop breaker's, the first
                 # That all had completed it may have died with the one that would have said so.
                 require(self.peak <= step, "ladder", f"complete was {self.peak}, yet: {control.exit_reason}")
                 few = self.world.poison is None and len(self.world.faults) < 3

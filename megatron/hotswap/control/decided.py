@@ -11,11 +11,11 @@ import msgspec
 
 from ..codec import decoder, packing_encoder
 from . import messages as m
-from .loop import Reset, Struck
+from .loop import Reset, Strike
 from .quarantine import Remembered
 
 #: Of `Decided`. A coordinator does not take up what another version of it has recorded.
-SCHEMA = 3
+SCHEMA = 4
 
 
 class Leaver(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class Decided(msgspec.Struct, frozen=True):
     tried: int = 0  # durable generations that could not be loaded
     attempts: int = 0  # to write one
     quarantine: Remembered = Remembered()
-    struck: Struck = Struck()  # the step that fails again and again
+    strikes: tuple[Strike, ...] = ()  # steps that have failed, and were not completed since
     resets: tuple[Reset, ...] = ()  # whom they blamed
     leaving: dict[str, Leaver] = {}  # incarnation -> why, and what it has
     exit_code: int | None = None

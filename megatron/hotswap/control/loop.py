@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import msgspec
 
-#: Different nodes that may be replaced for one step. The third failure of a step after two of them stops the job.
+#: Failures of one step for which nodes were replaced, another one each time. One more failure of that step stops the job.
 SWAPS_MAX = 2
-#: Failures of one step of any kind, resets and processes started again included, before the job stops.
+#: Failures of any kind and of any step, resets and processes started again included, that may follow each other before the job stops,
+#: where none of these steps is completed meanwhile.
 STRIKES_MAX = 5
 #: Resets within --hot-swap-respawn-window-s that may blame one node before it is replaced.
 RESETS_MAX = 2
@@ -28,56 +29,66 @@ _RESETS_KEPT = 64
 _REASON_CHARS_MAX = 300
 
 
-class Struck(msgspec.Struct, frozen=True):
-    """A step that has failed, for another coordinator."""
+class Strike(msgspec.Struct, frozen=True):
+    """A step that has failed, and was not completed since."""
 
-    newest: int = -1  # the step before it
-    reasons: tuple[str, ...] = ()
-    swapped: tuple[str, ...] = ()
+    step: int
+    reason: str
+    replaced: tuple[str, ...] = ()  # nodes
 
 
 class LoopBreaker:
-    """Counts failures of the step that the job stands at. A step that is completed begins the count anew."""
+    """Counts failures of steps until they are completed.
+
+    A job that goes back some steps may fail before it comes to the step that had failed: that says nothing about the latter. Nodes that are
+    lost together, as behind one switch, are one failure.
+    """
 
     def __init__(self) -> None:
-        self._newest = -1
-        self._reasons: list[str] = []
-        self._swapped: list[str] = []  # different nodes
+        self._strikes: tuple[Strike, ...] = ()
 
     @property
-    def struck(self) -> Struck:
-        """What must outlive the coordinator. While nothing has failed that is nothing, though steps go by."""
-        return Struck(self._newest, tuple(self._reasons), tuple(self._swapped)) if self._reasons else Struck()
+    def strikes(self) -> tuple[Strike, ...]:
+        """What must outlive the coordinator."""
+        return self._strikes
 
-    def take_up(self, known: Struck) -> None:
+    def take_up(self, known: tuple[Strike, ...]) -> None:
         """Go on from what another coordinator knew."""
-        self._newest, self._reasons, self._swapped = known.newest, list(known.reasons), list(known.swapped)
+        self._strikes = known
 
     def passed(self, step: int) -> bool:
-        """The step is complete, on every rank. Whether one that had failed is among those that are."""
-        if step <= self._newest:
-            return False
-        had_failed = bool(self._reasons)
-        self._newest, self._reasons, self._swapped = step, [], []
-        return had_failed
+        """The step is complete, and all before it. Whether one that had failed is among them."""
+        before, self._strikes = self._strikes, tuple(x for x in self._strikes if x.step > step)
+        return len(self._strikes) < len(before)
 
-    def strike(self, newest_step: int, swapped: Sequence[str], evidence: Sequence[str]) -> str:
-        """The job fails again; `newest_step` is complete, `swapped` nodes are replaced for it. Why it must stop, in words, or empty."""
+    def strike(self, newest_step: int, replaced: Sequence[str], evidence: Sequence[str]) -> str:
+        """The job fails again; `newest_step` is complete, nodes are replaced for it. Why it must stop, in words, or empty."""
         self.passed(newest_step)
-        stop = len(self._swapped) >= SWAPS_MAX or len(self._reasons) >= STRIKES_MAX
-        self._reasons.append(", ".join(evidence)[:_REASON_CHARS_MAX])
-        if stop:
-            return self._in_words()
-        self._swapped += [node for node in dict.fromkeys(swapped) if node not in self._swapped]
-        return ""
+        now = Strike(newest_step + 1, ", ".join(evidence)[:_REASON_CHARS_MAX], tuple(dict.fromkeys(replaced)))
+        of_this = [x for x in self._strikes if x.step == now.step]
+        known: set[str] = set()
+        swaps = 0
+        for earlier in of_this:
+            swaps += not known.issuperset(earlier.replaced)
+            known |= set(earlier.replaced)
+        too_many = len(self._strikes) >= STRIKES_MAX
+        self._strikes += (now,)
+        if too_many:
+            return _in_words(self._strikes)
+        return _in_words([*of_this, now]) if swaps >= SWAPS_MAX else ""
 
-    def _in_words(self) -> str:
-        in_vain = f"; replaced for it in vain: {', '.join(self._swapped)}" if self._swapped else ""
-        said = "; ".join(f"({number}) {reason}" for number, reason in enumerate(self._reasons, 1))
-        return (
-            f"step {self._newest + 1} failed {len(self._reasons)} times and was never completed, so it is not the nodes{in_vain}; the "
-            f"evidence: {said}; look at what this step does (its samples, its memory), then start the job again"
-        )
+
+def _in_words(strikes: Sequence[Strike]) -> str:
+    steps = sorted({x.step for x in strikes})
+    which, was = (f"step {steps[0]}", "was") if len(steps) == 1 else (f"steps {', '.join(map(str, steps))}", "were")
+    replaced = ", ".join(dict.fromkeys(node for x in strikes[:-1] for node in x.replaced))
+    in_vain = f"; replaced for it in vain: {replaced}" if replaced else ""
+    said = "; ".join(f"({number}) {x.reason}" for number, x in enumerate(strikes, 1))
+    what = "this step does (its samples, its memory)" if len(steps) == 1 else "these steps do (their samples, their memory)"
+    return (
+        f"{which} failed {len(strikes)} times and {was} never completed, so it is not the nodes{in_vain}; the evidence: {said}; look at "
+        f"what {what}, then start the job again"
+    )
 
 
 class Reset(NamedTuple):

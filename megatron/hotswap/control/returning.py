@@ -53,7 +53,7 @@ class Returning(Starting, abc.ABC):
         self.durable_generation, self.durable_folder = decided.durable_generation, decided.durable_folder
         self.tried, self.attempts = decided.tried, decided.attempts
         self.quarantine.take_up(decided.quarantine)
-        self.loop.take_up(decided.struck)
+        self.loop.take_up(decided.strikes)
         self.resets.take_up(decided.resets)
         if decided.exit_code is not None:
             self.phase, self.exit_code, self.exit_reason = Phase.ENDED, decided.exit_code, decided.exit_reason
@@ -81,7 +81,7 @@ class Returning(Starting, abc.ABC):
             self.tried,
             self.attempts,
             self.quarantine.remembered(None if training else len(self.recoveries)),
-            self.loop.struck,
+            self.loop.strikes,
             self.resets.all,
             {**self._leavers, **leavers},
             self.exit_code,
