@@ -343,9 +343,9 @@ class World:
             worker.raise_error("Bug")
 
     def _collective_timeout(self) -> None:
-        """Whoever waits for a rank that is stuck hears so from its collective."""
+        """Whoever waits for a rank that is stuck hears so from its collective, whatever a coordinator that is cut off has decided."""
         control = self.control
-        if control.exit_code is not None or not any(w.state == "stuck" for a in self.agents.values() for w in a.workers):
+        if self.over or not any(w.state == "stuck" for a in self.agents.values() for w in a.workers):
             return
         waiting = [w for i in control.agents for w in self.agents[i].workers if w.state == "training" and w.version == control.version]
         if waiting and control.phase is Phase.TRAINING:
