@@ -129,6 +129,7 @@ class FakeAgent:
     def _resume(self, message: m.Resume) -> None:
         self.membership, self.version = message.membership, message.membership.version
         self.disk.cancel()
+        self._replicated.clear()  # each membership asks the holders anew
         self._release_after = message.membership.held_by(self.incarnation)
         missing = {w.rank for w in self.workers if w.rank is not None} & message.sources.keys()
         left = {"count": len(missing)}
@@ -153,8 +154,6 @@ class FakeAgent:
         self.replicas.frozen = False
         for worker in self.workers:
             if worker.rank is not None:
-                known = self._replicated.setdefault(worker.rank, set())
-                known.difference_update([entry for entry in known if entry[0] > plan.generation])
                 self._push(worker, plan.generation)
 
     def _void(self, message: m.Void) -> None:

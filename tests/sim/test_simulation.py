@@ -341,9 +341,10 @@ def slow_copies_many_repeats(world):
 
 
 def nodes_that_come_back(world):
-    """Weather in which a stale transfer matters: nodes fall silent while they push, are given up, and go on."""
+    """Weather in which a stale transfer matters: nodes fall silent while they push, which takes them long, are given up, and go on."""
     nothing_breaks(world)
-    world.fault_kinds, world.h2h_s, world.faults_left = ("freeze", "freeze", "kill"), 0.2, 4
+    world.fault_kinds, world.h2h_s, world.faults_left = ("freeze", "freeze", "kill"), 0.5, 4
+    world.proven_by_step, world.steps = False, 12
 
 
 def late_and_skipping(world):

@@ -24,9 +24,6 @@ class Replicator:
     async def fetch(self, worker, plan, reserve):
         return None
 
-    def go_back(self, rank, generation):
-        pass
-
     def begin(self, worker, membership, generation, keep):
         self.sent.append((worker.rank, generation))
 

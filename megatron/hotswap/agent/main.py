@@ -322,7 +322,6 @@ class Agent:
                 return False
         for later in [s for s, g in worker.generations.items() if g > plan.generation]:
             worker.empty(later)
-        self._replicator.go_back(rank, plan.generation)
         worker.control.set(Word.COPIED, plan.generation + 1)
         worker.control.set(Word.ACKNOWLEDGED, plan.generation)
         worker.control.set(Word.COMMITTED, min(worker.control.get(Word.COMMITTED), plan.generation))

@@ -69,7 +69,6 @@ class Replicator:
         self._pushes: dict[int, _Push] = {}  # by worker
         self._stopping: set[asyncio.Task[None]] = set()  # pushes that may still read their slots
         self._seals: dict[asyncio.Task[None], _Push] = {}
-        self._replicated: dict[int, set[tuple[int, str]]] = {}  # rank -> (generation, incarnation of a holder that has it)
         self.on_sealed: Callable[[int, int], None] = lambda rank, generation: None  # an own snapshot is complete, and has its header
         self.on_moved: Callable[[Moved], None] = lambda moved: None  # all holders have it
         self.whole = False  # send payloads even to holders that should have them: they were seen to differ
@@ -130,11 +129,6 @@ class Replicator:
         for task in [*(push.task for push in self._pushes.values()), *self._seals]:
             task.cancel()
 
-    def go_back(self, rank: int, generation: int) -> None:
-        """Newer generations of this rank were never."""
-        known = self._replicated.setdefault(rank, set())
-        known.difference_update([entry for entry in known if entry[0] > generation])
-
     async def _replicate(self, worker: WorkerProcess, membership: m.Membership, outgoing: Outgoing) -> None:
         loop = asyncio.get_running_loop()
         begun, generation, copies = loop.time(), outgoing.generation, outgoing.promised is None
@@ -163,12 +157,9 @@ class Replicator:
         return asyncio.get_running_loop().time()
 
     async def _push(self, worker: WorkerProcess, outgoing: Outgoing, holder: m.Member) -> int:
-        """Until the holder has it; returns the bytes that it has taken for it."""
-        rank, generation = outgoing.rank, outgoing.generation
-        known = self._replicated.setdefault(rank, set())
-        if (generation, holder.incarnation) in known:
-            return 0
-        failures = 0
+        """Until the holder has it; returns how many bytes. Every membership asks anew, since a holder may have gone back behind it for a plan
+        that this agent has not heard, or not carried out. One that has it says so, and nothing travels."""
+        rank, generation, failures = outgoing.rank, outgoing.generation, 0
         while True:
             try:
                 await self._transport.push(holder.h2h, outgoing)
@@ -184,8 +175,6 @@ class Replicator:
                 if outgoing.promised is None and worker.control.get(Word.COPIED) >= generation + 1:
                     await own_snapshot.seal(worker, outgoing)
                     outgoing = own_snapshot.on_its_way(worker, self._run_id, generation, outgoing.version, outgoing.keep)
-        known.difference_update([entry for entry in known if entry[0] not in worker.generations.values()])
-        known.add((generation, holder.incarnation))
         return outgoing.metadata_bytes + outgoing.payload_bytes
 
     # ---- payloads that the holders have themselves
