@@ -157,8 +157,11 @@ class Replicator:
         return asyncio.get_running_loop().time()
 
     async def _push(self, worker: WorkerProcess, outgoing: Outgoing, holder: m.Member) -> int:
-        """Until the holder has it; returns how many bytes. Every membership asks anew, since a holder may have gone back behind it for a plan
-        that this agent has not heard, or not carried out. One that has it says so, and nothing travels."""
+        """Until the holder has it; returns how many bytes.
+
+        Every membership asks anew, since a holder may have gone back behind it for a plan that this agent has not heard, or not carried
+        out. One that has it says so, and nothing travels.
+        """
         rank, generation, failures = outgoing.rank, outgoing.generation, 0
         while True:
             try:
