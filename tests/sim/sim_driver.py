@@ -345,10 +345,11 @@ class World:
     def _collective_timeout(self) -> None:
         """Whoever waits for a rank that is stuck hears so from its collective, whatever a coordinator that is cut off has decided."""
         control = self.control
-        if self.over or not any(w.state == "stuck" for a in self.agents.values() for w in a.workers):
+        stuck = [w for a in self.agents.values() for w in a.workers if w.state == "stuck"]
+        if self.over or not stuck:
             return
         waiting = [w for i in control.agents for w in self.agents[i].workers if w.state == "training" and w.version == control.version]
-        if waiting and control.phase is Phase.TRAINING:
+        if waiting and control.phase is Phase.TRAINING and any(w.version == control.version for w in stuck):
             waiting[0].node.run(waiting[0].fail)
         self.clock.after(2.0, self._collective_timeout)
 
