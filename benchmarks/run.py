@@ -36,6 +36,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "engine": ("copy_engine.py", "transport.py", "stall.py", "memory.py"),
     "rebuild": ("rebuild.py",),
     "swaps": ("swaps.py",),
+    "spare": ("spare.py",),
     "coordinator": ("coordinator.py", "decisions.py"),
     "recovery": ("recovery.py",),
     "goodput": ("goodput.py",),

@@ -25,6 +25,7 @@ class HotSwapConfig:
     lease_s: float
     heartbeat_interval_s: float
     halt_timeout_s: float
+    long_work_s: float
     resume_timeout_s: float
     collective_timeout_s: float
     wait_for_spare_s: float
@@ -107,6 +108,14 @@ _DEADLINES = (
         45.0,
         "S",
         "a survivor that is not out of its step this long after the halt is stuck: it is started again (default: %(default)s)",
+    ),
+    _Flag(
+        "long-work-s",
+        float,
+        300.0,
+        "S",
+        "one that saves a checkpoint, or whose script has announced long work (megatron.hotswap.long_work), has so long after the halt "
+        "(default: %(default)s)",
     ),
     _Flag(
         "resume-timeout-s",

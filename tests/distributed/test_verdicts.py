@@ -59,6 +59,29 @@ def test_a_rank_that_does_not_restore_in_time_is_started_again(tmp_path: Path, u
     assert steps(tmp_path / "run") == steps(undisturbed)[:12]
 
 
+def test_announced_long_work_is_waited_for(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node is lost while a rank keeps Python's lock for three halts' time. It has said so, and is not started again."""
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("DEADPOOL_TEST_MARK", str(mark))
+    case, script = GRIDS["tp2-dp2"], Path(__file__).with_name("pretrain_that_works_long.py")
+    killed: list[str] = []
+
+    def kill(coordinator: Coordinator) -> None:
+        if mark.exists() and not killed:
+            assert coordinator.control.membership is not None
+            killed.append(coordinator.control.membership.members[3].node)
+            os.killpg(agent_of(killed[0]).pid, signal.SIGKILL)
+
+    command = [*argv(case, 12, None), "--hot-swap-halt-timeout-s", "8", "--hot-swap-collective-timeout-s", "7"]
+    summary = run_job(case, tmp_path / "run", command, spares=1, script=script, show=kill, return_lost_nodes_after_s=None)
+    assert summary["exit_code"] == 0, summary["ended"]
+    (recovery,) = summary["recoveries"]
+    assert (recovery["kind"], recovery["nodes_lost"], recovery["ranks_respawned"]) == ("swap", killed, []), recovery
+    waited = [event["reason"] for event in events(tmp_path / "run", "waiting") if "long work" in event["reason"]]
+    assert len(waited) >= 2 and all(reason.startswith("rank(s) [1] do not answer the halt") for reason in waited), waited
+    assert steps(tmp_path / "run") == steps(undisturbed)[:12]
+
+
 def test_a_rank_and_all_its_holders_lost_at_one_moment(tmp_path: Path) -> None:
     """Nothing has a copy any more, and nothing was written: that is said, and no state is made up."""
     killed: list[str] = []

@@ -26,6 +26,7 @@ LAYERS: dict[str, set[str]] = {
     "": set(),  # the package itself: a docstring
     "errors": set(),
     "config": {"errors"},
+    "long_work": set(),
     "codec": {"errors"},
     "security": {"errors"},
     "environment": {"errors"},
@@ -82,6 +83,7 @@ LAYERS: dict[str, set[str]] = {
         "control",
         "environment",
         "errors",
+        "long_work",
         "processes",
         "snapshot/slots",
         "topology",
@@ -150,6 +152,7 @@ FLAGS = {
     "--hot-swap-heartbeat-interval-s",
     "--hot-swap-collective-timeout-s",
     "--hot-swap-halt-timeout-s",
+    "--hot-swap-long-work-s",
     "--hot-swap-resume-timeout-s",
     "--hot-swap-wait-for-spare-s",
     "--hot-swap-respawn-timeout-s",

@@ -117,7 +117,7 @@ class Story:
     def do_at(self, step: str, phase: str, *ranks: str) -> None:
         """These ranks have entered a phase of a step; their agents' next heartbeats say so."""
         self.count += 1
-        self.progress |= {int(r): m.Progress(int(step), m.PHASES.index(phase) + 1, self.count) for r in ranks}
+        self.progress |= {int(r): m.Progress(int(step), m.Progress.number(phase), self.count) for r in ranks}
 
     def do_steps(self, first: str, last: str, seconds: str = "1.0") -> list[Any]:
         """Steps complete one after another, each in so many seconds; all ranks come along."""

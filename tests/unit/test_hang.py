@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.hotswap.control.hang import HangDetector
-from megatron.hotswap.control.messages import PHASES, Progress
+from megatron.hotswap.control.progress import LONG_WORK, Progress
 
 FACTOR, LEAST_S, TICK_S = 10.0, 30.0, 0.25
 
 
 def at(step, phase, count):
-    return Progress(step, PHASES.index(phase) + 1, count)
+    return Progress(step, Progress.number(phase), count)
 
 
 def trained(ranks=2, step_s=1.0):
@@ -49,8 +49,8 @@ def test_who_is_furthest_behind_is_named():
     assert "rank(s) [1] are furthest behind, in step 11, backward" in still_until(found, 4)[1]
 
 
-def test_an_evaluation_and_a_checkpoint_are_not_judged():
-    for phase in ("eval", "save"):
+def test_an_evaluation_a_checkpoint_and_what_was_announced_are_not_judged():
+    for phase in ("eval", "save", LONG_WORK):
         found = trained()
         found.heard({1: at(11, phase, 2)})
         assert still_until(found, 2, at_most_s=2_000.0)[0] is None

@@ -259,6 +259,7 @@ def control_of(launch: Launch, run_id: str) -> ControlConfig:
         lease_s=hotswap.lease_s,
         heartbeat_interval_s=hotswap.heartbeat_interval_s,
         halt_timeout_s=hotswap.halt_timeout_s,
+        long_work_s=hotswap.long_work_s,
         resume_timeout_s=hotswap.resume_timeout_s,
         wait_for_spare_s=hotswap.wait_for_spare_s,
         respawn_timeout_s=hotswap.respawn_timeout_s,

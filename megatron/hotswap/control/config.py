@@ -35,6 +35,7 @@ class ControlConfig:
     lease_s: float = 3.0
     heartbeat_interval_s: float = 0.5
     halt_timeout_s: float = 30.0  # from the halt order to a survivor's report; then its node is given up
+    long_work_s: float = 300.0  # the same for a rank that has said that it is at long work
     resume_timeout_s: float = 120.0  # from the plan to the last rank's "restored"; then the silent nodes are given up
     wait_for_spare_s: float = 60.0
     respawn_timeout_s: float = 60.0  # from the order to start a worker again until it is warm; then its node is given up

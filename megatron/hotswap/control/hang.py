@@ -14,12 +14,12 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from .messages import Progress
+from .progress import LONG_WORK, Progress
 
 #: Steps from which a normal one is known, and of how many last ones it is the median.
 _LEARNED_STEPS, _RECENT_STEPS = 5, 50
 #: Phases that take as long as they take.
-_UNJUDGED = frozenset({"eval", "save"})
+_UNJUDGED = frozenset({"eval", "save", LONG_WORK})
 #: More than this between two looks is a pause of the listener's own, during which it has not listened.
 _LONGEST_LOOK_S = 1.0
 #: A halt that found nobody stuck doubles the patience, so that a job which is slow for a reason is not halted again and again.

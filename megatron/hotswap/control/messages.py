@@ -11,10 +11,11 @@ from typing import Literal
 import msgspec
 
 from ..snapshot.manifest import DurableFile as DurableFile
+from .progress import LONG_WORK as LONG_WORK
+from .progress import PHASES as PHASES
+from .progress import Progress as Progress
 
-PROTOCOL = 10
-#: The moments of a step, and between steps, in which progress is noted and a fault on purpose can strike.
-PHASES = ("forward", "backward", "grad-sync", "fence", "optimizer", "param-gather", "d2h", "h2h", "log", "eval", "save")
+PROTOCOL = 11
 #: Faults of the network between nodes, which the launcher causes: their node is cut off, and cannot be told of the end of it.
 CABLE_FAULTS = ("unplug", "plug")
 #: Faults that a worker's own training thread causes: an exception, a segmentation fault, memory that runs out, a sleep without end,
@@ -115,19 +116,6 @@ class WorkerReady(_Message, frozen=True):
 
     worker: int
     store: str
-
-
-class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """How far a rank is."""
-
-    step: int
-    phase: int  # index into PHASES, plus 1; 0: none yet
-    count: int  # grows with every phase that it enters, repeated ones too
-
-    @property
-    def phase_name(self) -> str:
-        """Of PHASES; empty before the first."""
-        return PHASES[self.phase - 1] if 0 < self.phase <= len(PHASES) else ""
 
 
 class Heartbeat(_Message, frozen=True):

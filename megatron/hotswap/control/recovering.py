@@ -5,7 +5,7 @@ recovery/plan.py picks the generation; here it is asked, with what every rank an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ..recovery import plan
 from . import messages as m
@@ -245,16 +245,32 @@ class Recovering(Saves):
     def _give_up_silent_ranks(self, now: float) -> list[Decision]:
         """A halt that does not get through within its time. Ranks that are silent are stuck, so their processes are ended and started
         again; of agents that are silent, the nodes are given up. Who is being started again has a deadline of its own."""
-        assert self.membership is not None
+        assert self.membership is not None and self.recovery is not None
         nodes = dict.fromkeys(sorted(self._unreported()), "its agent did not report its replicas in time")
-        stuck = {
-            (member.incarnation, member.worker): "it did not report its halt in time"
+        silent = {
+            rank: member
             for rank, member in enumerate(self.membership.members)
             if rank not in self.halt_reports
             and member.incarnation in self.agents
             and member.worker not in self.agents[member.incarnation].due_s
         }
-        return self._lose(nodes, now, stuck) if nodes or stuck else []
+        working = self._at_long_work(silent, now)
+        stuck = {(x.incarnation, x.worker): "it did not report its halt in time" for rank, x in silent.items() if rank not in working}
+        if nodes or stuck:
+            return self._lose(nodes, now, stuck)
+        if not working:
+            return []
+        self.deadline_s = now + self.config.halt_timeout_s
+        left_s = self.recovery.halt_sent_s + self.config.long_work_s - now
+        text = f"rank(s) {working} do not answer the halt, and have announced long work: they are waited for, {left_s:.0f} s more at most"
+        return [Log("waiting", text, {"ranks": working})]
+
+    def _at_long_work(self, ranks: Iterable[int], now: float) -> list[int]:
+        """Of these ranks, those that may keep Python's lock for good reasons: by their last words, and not for too long after the halt."""
+        assert self.recovery is not None
+        if now - self.recovery.halt_sent_s > self.config.long_work_s:
+            return []
+        return [rank for rank in ranks if (said := self.hang.progress.get(rank)) is not None and said.is_long]
 
     def _late_respawns(self, now: float) -> dict[str, str]:
         """Agents with a worker that was started again and is not up in time: incarnation -> evidence."""

@@ -235,6 +235,7 @@ class Recovery:
     def _report(self, halt: m.Halt, position: Position) -> None:
         assert self._snapshots.engine is not None and self._session.rank is not None
         own = self._snapshots.engine.complete()
+        self._session.in_no_phase()
         self.serve_store()  # the one before may have been met on: an attempt that was broken off has left there what it had agreed on
         self._session.say(
             m.HaltReport(

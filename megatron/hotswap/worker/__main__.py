@@ -17,6 +17,7 @@ from .. import config, environment
 from ..control import messages as m
 from ..device import cpu, wheel
 from ..errors import UsageError
+from ..long_work import announce_through
 from ..processes import die_with_parent, write_stacks_when_asked
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def main() -> None:
     from .session import Session, end_process
 
     session = Session(place)
+    announce_through(session.long_work)
     script, argv = sys.argv[1], sys.argv[2:]
     on_cpu = cpu.needed()
     if on_cpu:

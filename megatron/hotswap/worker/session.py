@@ -6,12 +6,13 @@ thread out of whatever it is blocked in.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn
 
 import deadpool_ext
@@ -179,11 +180,28 @@ class Session:
 
     # ---- progress, and faults on purpose
 
+    @contextlib.contextmanager
+    def long_work(self) -> Iterator[None]:
+        """What the training thread does now may take long, and keep Python's lock (long_work.py)."""
+        before = self.control.get(Word.PHASE)
+        self._say_phase(m.Progress.number(m.LONG_WORK))
+        try:
+            yield
+        finally:
+            self._say_phase(before)
+
+    def in_no_phase(self) -> None:
+        """The training thread is out of its step."""
+        self._say_phase(0)
+
+    def _say_phase(self, number: int) -> None:
+        self.control.set(Word.PHASE, number)
+        self.control.bump(Word.PROGRESS)
+
     def enter(self, phase: str, step: int) -> None:
         """A phase of a step begins (step 1 is the first). Progress for whoever watches; the place where armed faults strike."""
         self.control.set(Word.STEP, step)
-        self.control.set(Word.PHASE, m.PHASES.index(phase) + 1)
-        self.control.bump(Word.PROGRESS)
+        self._say_phase(m.Progress.number(phase))
         for injection in [i for i in self._armed if _due(i, phase, step)]:
             if self.halted and injection.action in m.WORKER_FAULTS:
                 continue  # what a thread raises on its way out of a halt is taken for the halt's doing: it waits for its next occasion
