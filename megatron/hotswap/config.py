@@ -58,7 +58,7 @@ class HotSwapConfig:
     metrics_address: str
 
     def __post_init__(self) -> None:
-        times = ("_timeout_s", "lease_s", "interval_s", "quarantine_window_s")
+        times = ("_timeout_s", "lease_s", "interval_s", "long_work_s", "quarantine_window_s")
         for name in (field.name for field in fields(self) if field.name.endswith(times)):
             value = getattr(self, name)
             if value <= 0:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import os
+import random
 import re
 from unittest import mock
 
 import pytest
+import sim_driver
 from sim_agent import FakeAgent
 from sim_driver import simulate
 from sim_worker import FakeWorker
@@ -87,6 +90,39 @@ def test_a_coordinator_that_stands_still_gives_nobody_up():
     for seed in range(SCHEDULES // 10):
         outcome = simulate(seed, only_pauses)
         assert (outcome.exit_code, outcome.versions) == (0, 1), outcome
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_hour_on_a_machine_with_three_times_its_load_gives_nobody_up(seed):
+    """Each node gets its turn for a third of the time, in slices, and now and then none for most of a lease; so does the coordinator."""
+    chance, clocks = random.Random(seed), []
+
+    def stand_still(world, stops):
+        pause_s = chance.uniform(0.04, 0.4) if chance.random() < 0.98 else chance.uniform(0.4, 0.9)
+        stops(pause_s)
+        world.clock.after(1.5 * pause_s, stand_still, world, stops)
+
+    def overloaded(world):
+        def node(agent, pause_s):
+            agent.node.frozen = True
+            world.clock.after(pause_s, agent.node.thaw)
+
+        def coordinator(pause_s):
+            world.coordinators.leader.stand_still(pause_s, 0.01)
+
+        def begin():
+            for stops in [coordinator, *(functools.partial(node, agent) for agent in world.agents.values())]:
+                stand_still(world, stops)
+
+        nothing_breaks(world)
+        world.steps = 12_000
+        world.clock.after(1.0, begin)
+        clocks.append(world.clock)
+
+    with mock.patch.object(sim_driver, "TIME_MAX_S", 20_000.0):
+        outcome = simulate(seed, overloaded)
+    assert (outcome.exit_code, outcome.versions) == (0, 1), outcome
+    assert clocks[0].now > 3600
 
 
 def nothing_breaks(world):
