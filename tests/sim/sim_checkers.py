@@ -70,7 +70,8 @@ class Checkers:
             require(ending, "ladder", f"step {event.step}: {event.text} came again, and the job goes on")
         elif self.peak > self.base[min(self.base)] and control.exit_code is not None:
             loop = "never completed, so it is not the nodes" in control.exit_reason  # on_end judges it
-            require(loop or "failed in step" not in control.exit_reason, "ladder", f"one error ended the job: {control.exit_reason}")
+            mine = f"rank {event.rank} failed in step {event.step}: {event.text}" in control.exit_reason  # else another had ended it before
+            require(loop or not mine, "ladder", f"one error ended the job: {control.exit_reason}")
         self.program_errors[which] = event.rank, event.version
 
     def on_assign(self, control: Any, node: str, now: float) -> None:
