@@ -92,6 +92,13 @@ def test_a_copy_that_was_only_about_to_begin_counts_its_slot_out(worker):
     assert left(worker) == ()
 
 
+def test_what_it_was_at_is_over(worker):
+    """Else the next process would be taken for one that saves a checkpoint, and be waited for in vain if it is stuck."""
+    worker.control.set(Word.PHASE, m.Progress.number("save"))
+    left(worker)
+    assert worker.control.get(Word.PHASE) == 0
+
+
 def test_a_complete_copy_without_its_header_is_not_restored_from(worker):
     """Its header would have been written by the agent, had it known of it."""
     begin(worker, 0, 6, said=False)

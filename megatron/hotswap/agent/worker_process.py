@@ -80,6 +80,7 @@ class WorkerProcess:
     def take_stock(self) -> None:
         """The process is gone: what it has left is what the control block says. A copy that it had only begun is torn, and it may
         have died before it could say that it had begun one."""
+        self.control.set(Word.PHASE, 0)  # what it was at, long work even, says nothing about the next one
         copied = self.control.get(Word.COPIED)
         begun = {slot: self.control.get(Word.GENERATION_0 + slot) for slot in range(OWN_SLOTS)}
         self.generations = {slot: word - 1 for slot, word in begun.items() if 0 < word <= copied}
