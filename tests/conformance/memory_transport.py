@@ -37,13 +37,13 @@ class MemoryTransport(Transport):
             raise PeerFault(f"{address} does not know this token")
         return store
 
-    async def push(self, address: str, outgoing: Outgoing) -> None:
+    async def push(self, address: str, outgoing: Outgoing) -> bool:
         store = self._peer(address)
         try:
             store.admit(outgoing.identity, outgoing.version)
             held = store.held_as(outgoing.identity)
             if held is not None and held == await outgoing.header():
-                return
+                return False
             theirs, place = store.reserve(outgoing.identity, outgoing.slots.slot_bytes, outgoing.version, outgoing.keep)
             incoming = Incoming(theirs, place, outgoing.identity, outgoing.chunks.chunk_bytes)
             await _copy(outgoing, incoming)
@@ -52,6 +52,7 @@ class MemoryTransport(Transport):
         header = await outgoing.header()
         incoming.finish(header)
         store.complete(header, place, outgoing.version, theirs)
+        return True
 
     async def fetch(self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve) -> tuple[Slots, int, Header]:
         try:

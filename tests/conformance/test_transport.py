@@ -219,16 +219,16 @@ async def test_a_snapshot_that_is_there_already_is_acknowledged_and_not_written_
     """Guarantee 4: after a swap an agent may send what its holder has; the holder's bytes are not touched for it."""
     async with Pair(kind) as pair:
         part = snapshot()
-        await pair.push(part)
+        assert await pair.push(part)
         expected = content(*part)
         slots, slot = pair.store.find(3, 7)
         before = slots.view(slot)[-1]
         slots.view(slot)[-1] ^= 1  # a mark that writing would wipe out
-        await pair.push(part)
+        assert not await pair.push(part)
         copy = Copy(part)  # and before its sender knows the checksum
         push = asyncio.ensure_future(pair.owner.push(pair.address, copy.outgoing))
         copy.place(PAYLOAD_BYTES)
-        await push
+        assert not await push
         assert slots.view(slot)[-1] == before ^ 1
         slots.view(slot)[-1] = before
         assert content(*await pair.fetch()) == expected

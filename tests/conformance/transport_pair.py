@@ -148,7 +148,7 @@ class Pair:
         await self.holder.close()
 
     async def push(self, part, address=None, **options):
-        await self.owner.push(address or self.address, outgoing(part, **options))
+        return await self.owner.push(address or self.address, outgoing(part, **options))
 
     async def fetch(self, rank=3, generation=7, run=RUN, address=None):
         into = Slots.create(SLOT_BYTES, 2)

@@ -34,7 +34,7 @@ EVENTS_MAX = 400
         ("--save {d} --save-interval 5 --no-save-optim", "with --no-save-optim the optimizer's state would begin anew: leave"),
         ("--save {d} --save-interval 5 --no-save-rng", "with --no-save-rng the random generators"),
         ("--save {d} --save-interval 5 --async-save", "with --async-save a checkpoint would be said to be there before it is"),
-        ("--save {d} --save-interval five", "--save-interval: invalid int value: 'five'"),
+        ("--save {d} --save-interval five", "--save-interval/--persistent-save-interval: invalid int value: 'five'"),
     ],
 )
 def test_a_job_that_could_not_restart_is_refused_before_it_starts(flags: str, says: str, tmp_path: Path) -> None:

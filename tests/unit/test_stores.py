@@ -97,7 +97,7 @@ def test_the_journal_of_another_version_is_refused(tmp_path):
     one.lead()
     one.save(msgspec.structs.replace(FIRST, schema=99))
     one.close()
-    with pytest.raises(UsageError, match="written in schema 99, and this version reads 3"):
+    with pytest.raises(UsageError, match="written in schema 99, and this version reads 4"):
         Journal(tmp_path, "run").lead()
 
 

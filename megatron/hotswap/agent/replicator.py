@@ -157,7 +157,7 @@ class Replicator:
         return asyncio.get_running_loop().time()
 
     async def _push(self, worker: WorkerProcess, outgoing: Outgoing, holder: m.Member) -> int:
-        """Until the holder has it; returns how many bytes.
+        """Until the holder has it; returns how many bytes have travelled for it.
 
         Every membership asks anew, since a holder may have gone back behind it for a plan that this agent has not heard, or not carried
         out. One that has it says so, and nothing travels.
@@ -165,7 +165,7 @@ class Replicator:
         rank, generation, failures = outgoing.rank, outgoing.generation, 0
         while True:
             try:
-                await self._transport.push(holder.h2h, outgoing)
+                travelled = await self._transport.push(holder.h2h, outgoing)
                 break
             except PeerFault as failure:
                 _go_on_unless_stopped()
@@ -178,7 +178,7 @@ class Replicator:
                 if outgoing.promised is None and worker.control.get(Word.COPIED) >= generation + 1:
                     await own_snapshot.seal(worker, outgoing)
                     outgoing = own_snapshot.on_its_way(worker, self._run_id, generation, outgoing.version, outgoing.keep)
-        return outgoing.metadata_bytes + outgoing.payload_bytes
+        return (outgoing.metadata_bytes + outgoing.payload_bytes) * travelled
 
     # ---- payloads that the holders have themselves
 

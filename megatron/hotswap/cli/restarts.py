@@ -24,7 +24,7 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = PlainParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--save")
     parser.add_argument("--load")
-    parser.add_argument("--save-interval", type=int)
+    parser.add_argument("--save-interval", "--persistent-save-interval", type=int)
     for name in _INCOMPLETE:
         parser.add_argument("--" + name.replace("_", "-"), action="store_true")
     return parser.parse_known_args(list(argv))[0]

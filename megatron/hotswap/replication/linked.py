@@ -96,7 +96,7 @@ class LinkedTransport(Transport):
             await asyncio.gather(*(side.dead() for side in sides))
         return version
 
-    async def push(self, address: str, outgoing: Outgoing) -> None:
+    async def push(self, address: str, outgoing: Outgoing) -> bool:
         async with self._link_to(address) as link:
             try:
                 await link.send(_push_of(outgoing, outgoing.identity, known=outgoing.promised is not None))
@@ -104,7 +104,7 @@ class LinkedTransport(Transport):
                 if isinstance(answer, Have):
                     header = await link.unless_failed(outgoing.header())
                     if header.crc32c == answer.crc32c:
-                        return
+                        return False
                     await link.send(_push_of(outgoing, header, known=True))  # the same step, run again with other bytes
                     await link.receive(Go)
                 await self._send(link, outgoing)
@@ -112,6 +112,7 @@ class LinkedTransport(Transport):
             except Refusal as refused:
                 what = f"rank {outgoing.rank}, generation {outgoing.generation}"
                 raise refused.saying(f"the holder at {address} refused {what}") from refused
+            return True
 
     async def fetch(self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve) -> tuple[Slots, int, Header]:
         async with self._link_to(address) as link:

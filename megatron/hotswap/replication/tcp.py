@@ -127,10 +127,10 @@ class TcpTransport(Transport):
         self._server = Server(self._token, replicas, self._chunk_bytes, self._tls)
         return self._server.begin(wire.listen(self._interface, self._size_buffers))
 
-    async def push(self, address: str, outgoing: Outgoing) -> None:
+    async def push(self, address: str, outgoing: Outgoing) -> bool:
         bundle = await self._bundle(address)
         try:
-            answer = await self._push(bundle, outgoing)
+            answer, travelled = await self._push(bundle, outgoing)
             if answer.verb != b"OKAY":
                 what = f"rank {outgoing.rank}, generation {outgoing.generation}"
                 raise PeerFault(f"the holder at {address} refused {what}: {answer.text}")
@@ -148,6 +148,7 @@ class TcpTransport(Transport):
             await self._close(bundle)
         else:
             self._idle.setdefault(address, []).append(bundle)
+        return travelled
 
     async def fetch(self, address: str, run_id: str, rank: int, generation: int, reserve: Reserve) -> tuple[Slots, int, Header]:
         bundle = await self._connect(address)
@@ -229,19 +230,20 @@ class TcpTransport(Transport):
             name,
         )
 
-    async def _push(self, bundle: _Bundle, outgoing: Outgoing) -> Answer:
+    async def _push(self, bundle: _Bundle, outgoing: Outgoing) -> tuple[Answer, bool]:
+        """The holder's answer, and whether bytes travelled for it."""
         offer = self._offer(outgoing)
         await bundle.control.write(b"PUSH" + offer.pack())
         answer = await bundle.control.read_answer()
         if answer.verb == b"HAVE":
             header = await outgoing.header()
             if header.crc32c == answer.crc32c:
-                return replace(answer, verb=b"OKAY")
+                return replace(answer, verb=b"OKAY"), False
             offer = replace(offer, header=header, known=True)  # the same step, run again with other bytes: they replace the old
             await bundle.control.write(b"PUSH" + offer.pack())
             answer = await bundle.control.read_answer()
         if answer.verb != b"GOON":
-            return answer
+            return answer, False
         moving = asyncio.ensure_future(bundle.join(offer, send_chunks, outgoing, deal(), bundle.stop))
         answering = asyncio.ensure_future(bundle.control.read_answer())
         try:
@@ -249,7 +251,7 @@ class TcpTransport(Transport):
             if answering.done():
                 if answering.result().verb == b"OKAY":
                     raise PeerFault("the holder acknowledged a snapshot that it has not got yet")
-                return answering.result()
+                return answering.result(), True
             try:
                 await moving
                 await bundle.control.write((await outgoing.header()).pack())
@@ -258,7 +260,7 @@ class TcpTransport(Transport):
                 await asyncio.wait({answering}, timeout=_REASON_TIMEOUT_S)
                 if not answering.done():
                     raise
-            return await answering
+            return await answering, True
         finally:
             for task in (moving, answering):
                 task.cancel()

@@ -156,8 +156,9 @@ class Transport(abc.ABC):
         """Begin to take and give snapshots; returns this agent's address for peers."""
 
     @abc.abstractmethod
-    async def push(self, address: str, outgoing: Outgoing) -> None:
-        """Send a snapshot to the holder at `address`; returns when it has been received and checked there.
+    async def push(self, address: str, outgoing: Outgoing) -> bool:
+        """Send a snapshot to the holder at `address`; returns when it has been received and checked there. False: it was there before,
+        and nothing travelled.
 
         Begins with the chunks that are in place. A holder that is slow to take them makes it take longer and nothing else; a
         cancelled push has let go of the slot's memory when it ends. Several holders may be pushed to at once.
