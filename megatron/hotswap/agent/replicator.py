@@ -178,7 +178,7 @@ class Replicator:
                 if outgoing.promised is None and worker.control.get(Word.COPIED) >= generation + 1:
                     await own_snapshot.seal(worker, outgoing)
                     outgoing = own_snapshot.on_its_way(worker, self._run_id, generation, outgoing.version, outgoing.keep)
-        return (outgoing.metadata_bytes + outgoing.payload_bytes) * travelled
+        return outgoing.metadata_bytes + outgoing.payload_bytes if travelled else 0
 
     # ---- payloads that the holders have themselves
 

@@ -73,6 +73,11 @@ def megatron_flags(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def loads_where_it_saves(flags: argparse.Namespace) -> bool:
+    """Whether --load and --save, of which there is one, are the same folder."""
+    return flags.load is not None and Path(flags.load).resolve() == Path(flags.save).resolve()
+
+
 def grid_of(argv: Sequence[str], world_size: int) -> Grid:
     """The grid that Megatron's flags describe."""
     args = megatron_flags(argv)

@@ -10,7 +10,7 @@ from ..control.config import Durable
 from ..errors import UsageError
 from ..recovery.plan import Beginning, DurableFolder, choose_beginning
 from ..snapshot import durable, manifest
-from .checks import megatron_flags
+from .checks import loads_where_it_saves, megatron_flags
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -51,9 +51,8 @@ def durable_of(argv: Sequence[str], world_size: int, keep: int) -> Durable | Non
 
 def _checkpoints(flags: argparse.Namespace) -> str:
     """Where Megatron saves now and then, if that is where this command, started again, loads from."""
-    save = Path(flags.save).resolve()
-    loads = flags.save_interval and flags.load is not None and not flags.finetune and Path(flags.load).resolve() == save
-    return str(save) if loads else ""
+    goes_on = flags.save_interval and not flags.finetune and loads_where_it_saves(flags)
+    return str(Path(flags.save).resolve()) if goes_on else ""
 
 
 def _beginning(flags: argparse.Namespace, root: Path, shape: dict[str, int]) -> tuple[Beginning, list[str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..control.restarting import HOT_SWAP_PHASES
 from ..coordinator.service import Scheduled
 from ..errors import UsageError
-from .checks import PlainParser
+from .checks import PlainParser, loads_where_it_saves
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 #: Of Megatron's flags: what would leave a checkpoint without something that a restart goes on from.
@@ -52,8 +52,7 @@ def check_restart(argv: Sequence[str], faults: Sequence[Scheduled] = (), separat
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"--on-failure restart goes on from whole checkpoints, and with {flag} {loss}: leave {flag} out")
     tracker = Path(flags.save, _TRACKER)
-    same = flags.load is not None and Path(flags.load).resolve() == Path(flags.save).resolve()
-    if tracker.is_file() and not same:
+    if tracker.is_file() and not loads_where_it_saves(flags):
         raise UsageError(
             f"a restart goes on from the newest checkpoint in --save, and {flags.save} has one of step {tracker.read_text().strip()} "
             f"that this job does not begin from (--load is {flags.load}): give --load {flags.save} to go on from it, or another --save"

@@ -14,12 +14,10 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from .progress import LONG_WORK, Progress
+from .progress import Progress
 
 #: Steps from which a normal one is known, and of how many last ones it is the median.
 _LEARNED_STEPS, _RECENT_STEPS = 5, 50
-#: Phases that take as long as they take.
-_UNJUDGED = frozenset({"eval", "save", LONG_WORK})
 #: More than this between two looks is a pause of the listener's own, during which it has not listened.
 _LONGEST_LOOK_S = 1.0
 #: A halt that found nobody stuck doubles the patience, so that a job which is slow for a reason is not halted again and again.
@@ -72,7 +70,7 @@ class HangDetector:
         self._still_s += min(elapsed, _LONGEST_LOOK_S)
         if self._still_s <= self._at_least_s * self._patience:  # mostly: then nothing that grows with the job is looked at
             return ""
-        if any(p.phase_name in _UNJUDGED for p in self._progress.values()):
+        if any(p.is_long or p.phase_name == "eval" for p in self._progress.values()):  # these take as long as they take
             self._still_s = 0.0
             return ""
         normal_s = statistics.median(self._steps_s)

@@ -329,9 +329,10 @@ class Recovering(Saves):
         at once in a membership, when all that live have told what they have, and nobody can come back who has more."""
         assert self.membership is not None and self.recovery is not None
         members, recovery = self.membership.members, self.recovery
+        if recovery.hoped_in == self.version or self._at_the_last_rung or len(self.halt_reports) + len(vacant) < len(members):
+            return []
         gone = all(i in self.fenced or i in self.agents for i in (members[rank].incarnation for rank in vacant))
-        told = len(self.halt_reports) + len(vacant) == len(members) and not any(self._unreported())
-        if not gone or not told or recovery.hoped_in == self.version or self._at_the_last_rung:
+        if not gone or any(self._unreported()):
             return []
         choice = plan.choose(*self._held())
         if isinstance(choice, str):

@@ -105,12 +105,11 @@ class Saves(Job):
         }
         own = {rank: x.incarnation for rank, x in enumerate(self.membership.members)}
         choice = plan.choose_to_write(len(own), stock, own, saving.failed_at)
-        if isinstance(choice, str) and saving.ending.code == 75:
-            return self._end_elsewhere(f"{saving.ending.reason}; ", choice)
-        if isinstance(choice, str) and self.durable_generation >= 0:
-            return self._end_durable(replace(saving.ending, reason=f"{saving.ending.reason}; nothing was written: {choice}"))
         if isinstance(choice, str):
-            return self._end(1, f"{saving.ending.reason}; nothing was written: {choice}", saving.ending.failed)
+            if saving.ending.code == 75:
+                return self._end_elsewhere(f"{saving.ending.reason}; ", choice)
+            ending = replace(saving.ending, reason=f"{saving.ending.reason}; nothing was written: {choice}")
+            return self._end_durable(ending) if self.durable_generation >= 0 else self._end(1, ending.reason, ending.failed)
         if choice.generation <= self.durable_generation:
             return self._end_durable(saving.ending)
         return self._write(choice.generation, choice.by, f"; {choice.reason}")
